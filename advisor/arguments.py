@@ -120,6 +120,7 @@ class Budget(_Arguments):
             as '2h', first step included. Default: the first step does not count.
         seed: seed of all randomness, default 0.
         force: measure even if a record exists.
+        price: money that the command's machine costs, as '2.5/h'; shown with the result.
     """
 
     effort: str | None = None
@@ -128,6 +129,7 @@ class Budget(_Arguments):
     length: int | str | None = None
     seed: int | None = None
     force: bool | None = None
+    price: float | str | None = None
 
 
 def length_given(length: int | str | None) -> dict[str, Any]:

@@ -64,6 +64,10 @@ class LazyGuide:
         from advisor.resolve.request import Request
 
         run = self._run
+        if run.get("log"):
+            from advisor.resolve import tracking
+
+            tracking.SINKS.append(lambda found: tracking.write(found, run["log"]))
         asked = Request()
         if run["tune_s"]:
             from advisor.resolve.online import OnlineTuner
@@ -108,14 +112,15 @@ class LazyGuide:
 
 
 def environment(
-    command: list[str], tune_s: float, overrides: CommandOverrides | None = None
+    command: list[str], tune_s: float, overrides: CommandOverrides | None = None, log: str = ""
 ) -> dict[str, str]:
     """The environment variables that `advisor run` sets for its command.
 
     Args:
         command: as typed; `overrides`: options of the command that a record has set.
         tune_s: seconds of tuning within the run; 0 for none.
+        log: the tracker that gets the run's figures; '' for none.
     """
     options = dataclasses.asdict(overrides) if overrides is not None else None
-    run = {"command": command, "tune_s": tune_s, "options": options}
+    run = {"command": command, "tune_s": tune_s, "options": options, "log": log}
     return {RUN: json.dumps(run), **injection_environment(INJECTED)}

@@ -29,7 +29,9 @@ def open_records(cache: Cache, *, patient: bool = True, fallback: bool = False) 
 
 
 def refusal(record: Record) -> str:
-    """Why a record is invalid in a way that the cache cannot check (values of knobs), or ''."""
+    """Why the knobs of a record are invalid, or ''. Raises RecordDamaged if its cost is."""
+    from advisor.cost import Cost
     from advisor.tuners import knobs
 
+    Cost.of(record)
     return knobs.refusal(record)

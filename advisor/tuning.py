@@ -346,6 +346,7 @@ class Tuning:
     def _record(self, found: SearchResult, study: str, clock: Clock) -> Record:
         plan, facts = self.plan, self.opened.facts
         effort = plan.effort if found.complete else CUT_SHORT
+        cost = getattr(self.opened.runner, "counted", Config())
         made = Provenance(
             created=time.time(),
             seconds=clock.spent_s,
@@ -373,6 +374,7 @@ class Tuning:
             provenance=made,
             family=facts.family,
             memory=self._memory(found),
+            cost=cost.replace(price=plan.price or 0.0) if cost else cost,
         )
 
     def _memory(self, found: SearchResult) -> Config:

@@ -24,6 +24,7 @@ RatioBound = Annotated[float, Meta(ge=0, le=1e12)]  # wide after few turns
 Seconds = Annotated[float, Meta(ge=0, le=1e9)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 Bytes = Annotated[int, Meta(ge=0, le=2**50)]
+Amount = Annotated[float, Meta(ge=0, le=1e24)]  # of FLOPs, joules or money
 Count = Annotated[int, Meta(ge=0, le=10**12)]
 Positive = Annotated[int, Meta(ge=1, le=10**12)]
 Hex = Annotated[str, Meta(pattern=r"^[0-9a-f]{0,128}$")]

@@ -79,7 +79,7 @@ class Trial:
 class Choice:
     """A config that was raced. `speedup`: over the default at the user's batch, with its 95%
     interval; `rounds`: samples/s of each turn of the race; `first_step_s`: with nothing compiled
-    before, `loaded_step_s` with artifacts loaded, 0 if not measured."""
+    before, `loaded_step_s` with artifacts loaded; `joules`: of a sample; 0 if not measured."""
 
     config: Config
     batch: domain.Positive
@@ -93,6 +93,7 @@ class Choice:
     rounds: tuple[domain.Rate, ...] = ()
     first_step_s: domain.Seconds = 0.0
     loaded_step_s: domain.Seconds = 0.0
+    joules: domain.Amount = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,6 +162,7 @@ class Record:
         winners: the best for each of USES, at the user's batch and, if other batches were tried,
             with the batch free. `raced` has every config that finished the race.
         input: the knobs of the input stage that were chosen; `memory`: of a run, bytes by part.
+        cost: of a run, the fields of `advisor.cost.Cost`.
         trials: of every stage. A config without one of 'numerics' was not compared with fp32.
         parts: what each knob of the loop's winner contributes, once `advisor explain` measured it.
         stale: why the record no longer holds, as `advisor verify` found; '' while it holds.
@@ -181,6 +183,7 @@ class Record:
     family: domain.Hex = ""
     revised: float = 0.0
     memory: Config = Config()  # noqa: RUF009 # immutable
+    cost: Config = Config()  # noqa: RUF009 # immutable
 
     def __post_init__(self) -> None:
         there = {(one.use, one.free) for one in self.winners}
@@ -243,12 +246,8 @@ def every(_record: Record) -> bool:
     return True
 
 
-_NAMES = {
-    LOOP: "at your batch",
-    FLAGS: "flags alone",
-    PILOT: "advisor run",
-    CAPTURE: "step captured",
-}
+_NAMED = ("flags alone", "advisor run", "at your batch", "step captured")
+_NAMES = dict(zip(USES, _NAMED, strict=True))
 
 
 def inner(logs: Sequence[float]) -> list[float]:

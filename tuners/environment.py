@@ -147,6 +147,16 @@ def unused_bytes(device: torch.device) -> int:
     return max(0, free_bytes(device) - peak + allocated(device))
 
 
+def energy_j(device: str) -> float:
+    """Joules that all processes have used on a GPU; 0 without a counter: on a CPU or MIG slice."""
+    if device != "cpu" and (nvml := _nvml()) is not None:
+        with contextlib.suppress(nvml.NVMLError, IndexError):
+            handle, card = _visible(nvml)[cuda_index(device)]
+            if handle is card:
+                return float(nvml.nvmlDeviceGetTotalEnergyConsumption(card)) / 1000
+    return 0.0
+
+
 def expand_segments(device: torch.device) -> None:
     """Have PyTorch's allocator grow its segments, which fragments a GPU's memory less, unless the
     user has set the allocator."""

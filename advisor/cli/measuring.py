@@ -18,7 +18,7 @@ from advisor.cache.task import Task, permissions
 from advisor.cli import options
 from advisor.cli.options import DONE, FAILED, OrCommand, Output, Parts, json_or_text, option, warn
 from advisor.errors import UsageError
-from advisor.report import feeding, memory, sections
+from advisor.report import cost, feeding, memory, sections
 from advisor.report.data import as_data
 from advisor.report.progress import Shown
 from advisor.report.text import ago, rate, spread
@@ -233,6 +233,8 @@ def _result(
     yield ""
     yield sections.verdict(record)
     yield from ("", *sections.summary(record), *(() if found.earlier else found.remarks))
+    for section in cost.sections(record, plan.price):
+        yield from section.text()
     if found.interrupted and not found.earlier:
         yield "Interrupted: the best config so far is kept; the same command continues."
     if found.finished and (advises(record) or not found.interrupted):

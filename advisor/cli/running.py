@@ -23,12 +23,18 @@ from advisor.tuners.measure.run.guarded_process import KEPT_OUT, isolated, progr
     "If no record fits, try configs between the steps of the run's first TIME, then continue with "
     "the best.",
 )
+@options.option(
+    "--log",
+    "Write config, speed-up, samples/s and MFU into the run that the script has open.",
+    type=click.Choice(("wandb", "mlflow", "tensorboard")),
+)
 @options.map_option
 @options.loader
 def run(
     command: tuple[str, ...],
     cache: str | None,
     tune: str | None,
+    log: str | None,
     map: tuple[str, ...],
     loader: str | None,
 ) -> None:
@@ -61,7 +67,7 @@ def run(
             warn(f"set {overrides.said}, as record {overrides.record} advises")
         except (NoRecord, StoreError) as exc:
             warn(f"{exc}. Its options stay as they are")
-    variables = bootstrap.environment(list(command), tune_s, overrides)
+    variables = bootstrap.environment(list(command), tune_s, overrides, log or "")
     variables |= options.LOADER.get(loader or "", {})
     if cache is not None:
         variables["ADVISOR_CACHE"] = cache

@@ -15,6 +15,7 @@ from advisor.cache.record import CAPTURE, CUT_SHORT, FLAGS, Part, Record
 from advisor.cache.shown import interval, size, tells, times
 from advisor.cache.signing import UNSIGNED
 from advisor.command_snippets import line_anywhere, script_line
+from advisor.report import cost as cost_of
 from advisor.report import feeding, memory
 from advisor.report.data import Comparison, Estimate, Report, Section, Table, Timeline, Tried
 from advisor.report.text import age, duration, outcome, rate, ratios, spread
@@ -67,6 +68,7 @@ def _sections(record: Record) -> Iterator[Section]:
         chart = Timeline("Samples/s of each trial over time", tried)
         yield Section("tried", "What was tried", trials(record), chart=chart)
     yield from memory.sections(record)
+    yield from cost_of.sections(record)
     if record.parts:
         title = "What each knob contributes"
         yield Section("knobs", title, parts(record), chart=_parts_chart(record))

@@ -129,6 +129,8 @@ class OnlineTuner(RecordGuide):
         return self._received(request)
 
     def next(self, result: BlockResult) -> BlockRequest:
+        if self._request.own:  # the search is over
+            return super().next(result)
         assert self._client is not None
         request, self._early_request = self._early_request or self._client.next(result), None
         return self._received(request)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import shlex
@@ -13,8 +14,9 @@ from advisor.cache.config import Config
 from advisor.cache.record import Record
 from advisor.command_snippets import tune_again
 from advisor.errors import AdvisorError, NoRecord
+from advisor.resolve import tracking
 from advisor.resolve.failures import Failures
-from advisor.resolve.lookups import GOES_ON, known_to_any_rank, serve, warn_in_hook
+from advisor.resolve.lookups import GOES_ON, known_to_any_rank, look_up, serve, warn_in_hook
 from advisor.resolve.request import Request
 from advisor.tuners import knobs
 from advisor.tuners.act.advice_usage import defer_to_pilot, disclaim_other_models, is_followed
@@ -53,6 +55,8 @@ class RecordGuide:
         self._seen: ScriptFacts | None = None
         self._failures: Failures | None = None
         self._strict, self._status = strict, ""
+        self._record: Record | None = None
+        self._dropped = False  # the advice failed
 
     def saves_memory(self, device: str) -> Collection[str]:
         from advisor.resolve.commands import saves_memory
@@ -90,9 +94,10 @@ class RecordGuide:
         self._seen, self._failures = seen, Failures(asked.cache, seen.model, task)
         own_batch = overrides.own_batch if overrides and overrides.batch == task.batch else None
         shown = {"model": seen.model, "device": seen.device, "threads": seen.threads}
-        advice = serve(asked.of_run(task, own_batch, **shown), strict=self._strict)
+        self._wanted = asked.of_run(task, own_batch, **shown)
+        advice = serve(self._wanted, strict=self._strict)
         self._strict = False  # only for the run's first model
-        record = advice.record
+        self._record = record = advice.record
         if overrides is not None and (why := overrides.mismatch(record, task.batch)):
             warn_in_hook(why)
         if record is None or (asked.quiet and not record.compares):
@@ -128,11 +133,26 @@ class RecordGuide:
         line = f"in force: {what}; {reason.removeprefix(f'{what}: ')}"
         say(line)
         defer_to_pilot(line, self._status)
-        self._request, self._reason = BlockRequest(config=config, own=own), reason
+        timed = tracking.TIMED if tracking.SINKS and not self._seen.rank else 0
+        self._request, self._reason = BlockRequest(config=config, own=own, warm=timed), reason
         return self._request
 
     def next(self, result: BlockResult) -> BlockRequest:
-        raise NotImplementedError  # the first request is the last
+        """The last request without timed steps, once these are timed for the trackers."""
+        request = self._request
+        if self._dropped:
+            return BlockRequest(config=request.own, own=request.own)
+        if result.outcome != "ok" or result.compiled:
+            return request
+        assert self._seen is not None
+        if self._record is None:  # a search within this run has stored it
+            with contextlib.suppress(AdvisorError):
+                self._record = look_up(self._wanted).record
+        rate = result.samples * self._seen.processes / result.seconds
+        found = tracking.figures(request.config, request.own, rate, self._record)
+        while tracking.SINKS:
+            tracking.SINKS.pop()(found)
+        return dataclasses.replace(request, warm=0)
 
     def failed(self, exc: BaseException) -> None:
         _log.info("the pilot ends: %s", exc)
@@ -157,12 +177,14 @@ class RecordGuide:
             fed = config.replace(**own.only(*left))
             self.finish(fed, own, _without(left, str(exc), self._reason, alone=fed == own))
             return
+        self._dropped = True
         warn_in_hook(
             f"the advice failed ({type(exc).__name__}: {exc}). The failed call is repeated without "
             "it, and training goes on without it"
         )
 
     def backward_failed(self, exc: Exception, request: BlockRequest) -> None:
+        self._dropped = True
         exc.add_note(f"{NOTED}backward raised this {self._blame(exc, request)}")
 
     def _blame(self, exc: BaseException, request: BlockRequest) -> str:

@@ -45,6 +45,7 @@ GETTERS: dict[str, Callable[..., Any]] = {
     "ApplicationsClock": lambda card, _clock: card["clocks"][0],
     "DefaultApplicationsClock": lambda card, _clock: card["clocks"][1],
     "MaxClockInfo": lambda card, _clock: card["clocks"][2],
+    "TotalEnergyConsumption": lambda card: card["millijoules"],
 }
 """The nvmlDeviceGet... functions, by the rest of their names, for a card or a MIG slice."""
 
@@ -230,6 +231,14 @@ def test_only_required_nvml_values_raise(machine: Machine, monkeypatch: pytest.M
     detect.cache_clear()
     with pytest.raises(UsageError, match="built without CUDA"):
         detect("cuda:0")
+
+
+def test_energy_is_that_of_a_whole_card(machine: Machine) -> None:
+    machine(FakeNvml(h200(millijoules=2500)))
+    assert environment.energy_j("cuda:0") == 2.5
+    assert environment.energy_j("cuda:1") == environment.energy_j("cpu") == 0.0
+    machine(FakeNvml(h200(millijoules=2500), fails=("nvmlDeviceGetTotalEnergyConsumption",)))
+    assert environment.energy_j("cuda:0") == 0.0
 
 
 def test_torch_counts_gpus_without_nvml(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:

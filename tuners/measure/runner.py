@@ -28,6 +28,8 @@ class Block:
     compiled: int = 0  # graphs that torch.compile made within the timed steps
     drained_share: float = 0.0  # share of batches by which the loader's backlog grew
     prefetched: int = 0  # batches that the loader's workers may have ready
+    joules: float = 0.0  # of the GPUs of all processes; 0 if one has no counter
+    counted: Config = Config()  # noqa: RUF009 # immutable; as of `StepFlops.end`
 
     @property
     def outruns_loader(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -21,6 +22,14 @@ if TYPE_CHECKING:
 MIN_BUDGET_S = 3.0  # smaller budgets are refused: a race of two configs takes two seconds
 MAX_BUDGET_S = 30 * 86400.0
 CHECK, EXPLAIN, VERIFY = "1m", "1m", "30s"  # budgets of these commands
+
+
+class Price(kinds.Kind[float]):
+    metavar = "MONEY/h"
+    expected = "money per hour, as 2.5/h"
+
+    def parse(self, value: object) -> float:
+        return float(re.findall(r"\A(\d{1,9}(?:\.\d{1,9})?)(?:/h)?\Z", str(value))[0])
 
 
 class Effort(NamedTuple):
@@ -77,6 +86,7 @@ class Plan:
         switches={"--force": True},
         printed=False,
     )
+    price: float | None = row(Price(), "What the machine costs, as 2.5/h.", None, printed=False)
 
     @classmethod
     def of(cls, given: Mapping[str, object]) -> Plan:

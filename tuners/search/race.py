@@ -115,17 +115,20 @@ def choose(
     weigh: Callable[[Config, float], float] = lambda _config, rate: rate,
     first_s: Callable[[Config], float] = lambda _config: 0.0,
     noise: Noise = UNMEASURED,
+    joules: Callable[[Config], float] = lambda _config: 0.0,
 ) -> SearchResult:
     """Choose the winners: configs that clearly beat the baseline. `weigh` turns steady samples/s,
     which are reported, into samples/s over the whole job, which decide. `peaks`: bytes; `first_s`:
-    seconds of a first step. Raises WorkerError if the baseline did not finish the race."""
+    seconds of a first step; `joules`: of a sample. Raises WorkerError without the baseline's."""
     if not rates.get(space.default):
         raise WorkerError("the baseline did not finish the race; tune again")
     over_job = {c: [max(1e-9, weigh(c, rate)) for rate in seen] for c, seen in rates.items()}
     steady, choices = (
         {
             c: dataclasses.replace(
-                choice_of(c, seen, turns[space.default], peaks, noise), first_step_s=first_s(c)
+                choice_of(c, seen, turns[space.default], peaks, noise),
+                first_step_s=first_s(c),
+                joules=joules(c),
             )
             for c, seen in turns.items()
         }

@@ -333,7 +333,8 @@ class Tuner:
         leaders = [one for one in map(visits.get, visits.leaders()) if one is not None]
         rates = deciding_rates(raced, leaders, self._visitor)
         peaks = {trial.config: trial.measurement.peak_bytes for trial in visits.trials}
-        found = choose(self._space, rates, peaks, visits.over_job, visits.first_s, noise)
+        known = visits.over_job, visits.first_s, noise, self._visitor.joules
+        found = choose(self._space, rates, peaks, *known)
         chosen = {one.choice.config for one in found.winners}
         lines = gains(visits, rates, noise, chosen, self._named, any_raced=bool(raced))
         artifacts = dict[Config, Path]()

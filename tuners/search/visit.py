@@ -117,6 +117,7 @@ class Visitor:
         self._settled: dict[Config, float] = {}
         self._outrun: dict[Config, int] = {}
         self._peaks: dict[Config, int] = {}  # bytes
+        self._energy: dict[Config, list[Block]] = {}  # all timed blocks
 
     @property
     def noise(self) -> Noise:
@@ -180,7 +181,13 @@ class Visitor:
             if not block.compiled:
                 break
         self._settled[config] = block.step_s
+        self._energy.setdefault(config, []).append(block)
         return block
+
+    def joules(self, config: Config) -> float:
+        """Joules of a sample over all timed blocks of a config; 0 if they are not known."""
+        blocks = self._energy.get(config, [])
+        return sum(one.joules for one in blocks) / max(1, sum(one.samples for one in blocks))
 
     def compare(self, config: Config) -> Compared:
         self._current = None

@@ -7,6 +7,7 @@ fetches the batches that they have not delivered. No sample is left out or seen 
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import sys
 import threading
@@ -69,6 +70,7 @@ class Loaders:
         self._failed, self._override = failed, override
         self.waited_s = 0.0  # seconds waited for batches since `begin_block`
         self.taken = self._unfinished_before = 0  # batches from workers since `begin_block`
+        self.batches = 0  # of an epoch, of the loader that feeds the steps; 0 if unknown
         self._batch_bytes = self._most = 0
         self._looking = True
         self._feeding: weakref.WeakSet[DataLoader[Any]] = weakref.WeakSet()
@@ -190,6 +192,8 @@ class Loaders:
                 self.taken += epoch is not None and epoch.workers > 0
             if epoch is not None and self._looking and torch.is_grad_enabled():
                 self._observe(epoch, batch)
+                with contextlib.suppress(Exception):  # of any kind: the script's sampler has no len
+                    self.batches = max(self.batches, len(iterator))
             return batch
         finally:
             self.waited_s += time.perf_counter() - began

@@ -19,7 +19,7 @@ from torch import nn
 from advisor.cache import settings
 from advisor.cache.config import Config
 from advisor.errors import AdvisorError
-from advisor.tuners import host
+from advisor.tuners import environment, host
 from advisor.tuners.act import hooks
 from advisor.tuners.act.advice_usage import is_followed
 from advisor.tuners.act.compiled import graphs_compiled
@@ -41,6 +41,7 @@ from advisor.tuners.offloading import EXTRA_TIME, offload_in_place
 from advisor.tuners.recomputation import recompute_in_place
 
 if TYPE_CHECKING:
+    from advisor.tuners.act.pilot.flops import StepFlops
     from advisor.tuners.act.pilot.switch import ConfigSwitch
 
 P = ParamSpec("P")
@@ -115,7 +116,9 @@ class Pilot:
         self._looked = self._period = 0
         self._at = self._done = self._warm = self._graphs = 0
         self._elsewhere = self._own_peak = 0
-        self._began = self._first_s = self._switched = 0.0
+        self._began = self._first_s = self._switched = self._joules = 0.0
+        self._flops: StepFlops | None = None  # while a step is counted
+        self._counted = Config()  # once a step was counted
         self._fresh = self._cut = self._flags_released = False
         self._verdict: Verdict = OK
         self._loaders = Loaders(self._gave_up, override=settings.is_on("ADVISOR_OVERRIDE_LOADER"))
@@ -139,6 +142,8 @@ class Pilot:
         self._calls.pause()
         if self._comparer is not None:
             self._comparer.close()
+        if self._flops is not None:
+            self._flops.end(0)
         if self._switch is not None:
             self._switch.release()
             self._switch = None
@@ -273,6 +278,7 @@ class Pilot:
             if self._observer.trains_in_evaluation_mode():
                 said = EVALUATING
             return self._stop(Stopped("unclear", said))
+        from advisor.tuners.act.pilot.flops import StepFlops
         from advisor.tuners.act.pilot.script_facts import ScriptFacts
         from advisor.tuners.act.pilot.switch import ConfigSwitch
 
@@ -287,11 +293,14 @@ class Pilot:
         optimizers, feed = self._observer.optimizers, self._loaders.set
         self._switch = ConfigSwitch(trained, optimizers, request.own, self._device, feed)
         self._follow(self._switch, request)
+        if request.steps and request.warm and request.config == request.own:
+            self._flops = StepFlops(self._switch.calls, real=request.needs_room)
 
     def _step(self, switch: ConfigSwitch) -> None:
         """Handle the end of a step of the script."""
         switch.begin_step(freed=self._observer.frees_gradients)
-        if not self._request.steps:
+        steps = self._request.steps or self._request.warm
+        if not steps:
             return
         if self._request.compare is not None:
             assert self._comparer is not None
@@ -314,7 +323,7 @@ class Pilot:
         if alone and not self._cut and any(one.evaluated for one in self._trained):
             self._cut = True  # restart once only: a block may be longer than an evaluation interval
             self._begin_block()
-        elif self._done >= self._request.steps or cut_short:
+        elif self._done >= steps or cut_short:
             self._synchronize()
             if switch.fell_back:  # the timed code is not the config's
                 switch.drop_config()
@@ -336,6 +345,7 @@ class Pilot:
             steps=self._done,
             samples=self._trained[0].samples or per_step * self._done,
             seconds=time.perf_counter() - self._began,
+            joules=environment.energy_j(self._seen.device) - self._joules if self._joules else 0.0,
             first_s=self._first_s,
             waited_s=self._loaders.waited_s,
             peak_bytes=torch.cuda.max_memory_allocated(self._device) if cuda else 0,
@@ -348,9 +358,14 @@ class Pilot:
             blames=self._verdict[2],
             faults=faults,
             watches=watches,
+            counted=self._counted,
         )
 
     def _begin_block(self) -> None:
+        if self._flops is not None:
+            epoch = self._loaders.batches * self._trained[0].call_samples * self._seen.processes
+            counted, self._flops = self._flops.end(self._trained[0].samples), None
+            self._counted = counted.replace(epoch=epoch)
         self._done = 0
         for one in self._trained:
             one.samples, one.evaluated = 0, False
@@ -359,6 +374,7 @@ class Pilot:
         EXTRA_TIME.take()
         EXTRA_TIME.counts = self._request.steps > 0
         self._loaders.begin_block()
+        self._joules = environment.energy_j(self._seen.device) if self._request.steps else 0.0
         self._began = time.perf_counter()
 
     def _follow(self, switch: ConfigSwitch, request: BlockRequest) -> None:

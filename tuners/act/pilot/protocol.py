@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from advisor.cache.config import Config
-from advisor.cache.domain import Bytes, Count, Seconds, Share
+from advisor.cache.domain import Amount, Bytes, Count, Seconds, Share
 
 if TYPE_CHECKING:
     from advisor.tuners.act.pilot.script_facts import ScriptFacts
@@ -53,7 +53,7 @@ class BlockRequest:
 
     config: Config
     steps: Count = 0
-    warm: Count = 0  # untimed steps before the timed ones
+    warm: Count = 0  # untimed steps before the timed ones; in the last request as many are timed
     # The script's own config; empty: leave the script alone.
     own: Config = Config()  # noqa: RUF009 # immutable
     needs_room: bool = False  # set the config only if memory is free for it
@@ -77,6 +77,8 @@ class BlockResult:
     compiled: Count = 0  # graphs that torch.compile made
     drained_share: Share = 0.0  # of batches by which the loader's backlog grew
     prefetched: Count = 0  # batches that workers have ready or are loading
+    joules: Amount = 0.0  # of this process's GPU; 0 without a counter
+    counted: Config = Config()  # noqa: RUF009 # immutable; as of `StepFlops.end`, and `epoch`
     outcome: str = "ok"  # or how the config failed; the script then went on without it
     reason: str = ""
     blames: str = ""  # as in `Compared`, like outcome and reason after a comparison

@@ -81,6 +81,7 @@ class Run:
         self._reasons: set[str] = set()  # why starts failed
         self._peak_bytes = 0  # of a step at the script's own batch
         self._with_host_bytes = 0  # its peak if activations on the host were on the device
+        self.counted = Config()  # the FLOPs of a sample, as of `StepFlops.end`
         self._shown = show is not None
         self._showing: AbstractContextManager[None] = show_log(log, show) if show else nullcontext()
 
@@ -158,6 +159,7 @@ class Run:
         request = BlockRequest(config=within, own=self.baseline, steps=steps, warm=warm)
         try:
             block = self._attempt(config, deadline_s, lambda at, until: at.block(request, until))
+            self.counted = block.counted or self.counted
         except RunEnded as exc:
             crashes = exc.code and exc.outcome in ("failed", "crashed")
             if exc.own or (crashes and config == self.baseline):

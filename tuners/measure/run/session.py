@@ -231,17 +231,15 @@ class PilotSession:
         if result := next((result for result in results if result.outcome != "ok"), None):
             raise ConfigFailed(result.outcome, result.reason)
         slowest = max(results, key=lambda result: result.seconds)
+        most = ("first_s", "waited_s", "peak_bytes", "compiled", "drained_share", "prefetched")
         return Block(
             steps=slowest.steps,
             samples=sum(result.samples for result in results),
             seconds=slowest.seconds,
-            first_s=max(result.first_s for result in results),
-            waited_s=max(result.waited_s for result in results),
             extra_s=slowest.extra_s,
-            peak_bytes=max(result.peak_bytes for result in results),
-            compiled=max(result.compiled for result in results),
-            drained_share=max(result.drained_share for result in results),
-            prefetched=max(result.prefetched for result in results),
+            **{name: max(getattr(one, name) for one in results) for name in most},
+            joules=sum(one.joules for one in results) if all(r.joules for r in results) else 0.0,
+            counted=slowest.counted,
         )
 
     def results(self, request: BlockRequest, until: float) -> list[BlockResult]:
