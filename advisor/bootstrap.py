@@ -6,12 +6,14 @@ import dataclasses
 import functools
 import json
 import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from advisor.tuners.act.pilot.protocol import (
     ADDRESS,
     RUN,
+    PilotClient,
     checkpoints,
     from_environment,
     injection_environment,
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from advisor.tuners.act.pilot.protocol import BlockRequest, BlockResult, Guide
     from advisor.tuners.act.pilot.script_facts import ScriptFacts
 
+OTHER_TREE = "ADVISOR_PILOT_OTHER_TREE"  # variable: the folder that a WorktreeClient refuses
 INJECTED = Path(__file__).with_name("injected")
 """The first folder of a command's PYTHONPATH; its sitecustomize calls `attach`."""
 
@@ -48,7 +51,27 @@ def attach() -> None:
         from advisor.tuners.act.pilot.checkpoints import Redirection
 
         Redirection(folder).install()
+    if guide is not None and OTHER_TREE in os.environ:
+        guide.__class__ = WorktreeClient
     ACTIVE_PILOT.attach(guide or LazyGuide(run), comparer)
+
+
+class WorktreeClient(PilotClient):
+    """Of a command in a worktree: refuses one with code from the current tree."""
+
+    def takes_over(self) -> bool:
+        from advisor.tuners.faults import Stopped
+        from advisor.tuners.fingerprint import is_library
+
+        files = {name: str(getattr(one, "__file__", "")) for name, one in sys.modules.items()}
+        for name, file in files.items():
+            inside = file.startswith(os.environ[OTHER_TREE]) and not name.startswith("advisor")
+            if inside and not is_library(file):
+                mend = "give its path, or its folder in PYTHONPATH, relative to this folder"
+                said = f"{name} is {file}, and not the file in the worktree; {mend}"
+                self.failed(Stopped("unclear", said))
+                return False
+        return super().takes_over()
 
 
 class LazyGuide:

@@ -139,7 +139,7 @@ class RunWorkload:
         if self._attached is not None:
             return self._attached
         measurable(self.words)
-        log = _new_log(records, self.words)
+        log = new_log(records, self.words)
         saved = "are saved" if os.environ.get(KEEP_CHECKPOINTS) else "go to a scratch folder"
         progress.notice(
             f"starts the command and ends it when tuned; its checkpoints {saved}; reports to "
@@ -275,7 +275,7 @@ def _facts_of_run(seen: ScriptFacts, key: Key) -> Facts:
     )
 
 
-def _new_log(records: Records, command: tuple[str, ...]) -> Path:
+def new_log(records: Records, command: tuple[str, ...]) -> Path:
     """The path of a new log for a command's output. Removes the command's older log. Raises
     StoreError if the folder cannot be created."""
     folder = records.studies.parent / "runs"

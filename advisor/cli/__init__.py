@@ -17,12 +17,8 @@ from advisor.errors import AdvisorError, UsageError
 MAX_WORD = 300
 """Characters of a word in an error. Of a longer word, only the start is shown."""
 _COMMANDS = {
-    "Tune and run": {
-        "tune": "measuring",
-        "fit": "measuring",
-        "check": "measuring",
-        "run": "running",
-    },
+    "Tune and run": {**dict.fromkeys(("tune", "fit"), "measuring"), "run": "running"},
+    "Check and compare": {"check": "measuring", "compare": "comparing"},
     "Records": {
         **dict.fromkeys(("show", "why", "report", "emit", "patch"), "reading"),
         **dict.fromkeys(("explain", "verify"), "measuring"),

@@ -9,8 +9,9 @@
   iterator: to start workers in the middle of an epoch, and to see whether they keep up.
 - `_worker_pids_set` of advisor's own workers: otherwise the script raises as soon as one dies.
 - `torch.autocast.__enter__`, to undo the script's own, which a model may enter itself.
-- `torch.autograd.backward`, which `Tensor.backward` calls, while a config is set or compared or a
-  step is counted: no hook gets the loss, or an exception. Then also `JITFunction.run` of Triton.
+- `torch.autograd.backward`, which `Tensor.backward` calls, while a config is set or compared, two
+  commands are, or a step is counted: no hook gets the loss, or an exception. For a count also
+  `JITFunction.run` of Triton; for two commands `GradScaler.scale`, to know the loss without it.
 - `torch._C._current_graph_task_id`, as in PyTorch's own checkpoint: to see whether backward runs.
 - `step` of an optimizer with other kernels than the script's: no hook reports its exceptions.
 - `sys.excepthook`: to see the exception that ends a script.

@@ -30,6 +30,7 @@ class Block:
     prefetched: int = 0  # batches that the loader's workers may have ready
     joules: float = 0.0  # of the GPUs of all processes; 0 if one has no counter
     counted: Config = Config()  # noqa: RUF009 # immutable; as of `StepFlops.end`
+    losses: tuple[float, ...] = ()  # of each step, the mean over all processes; if asked for
 
     @property
     def outruns_loader(self) -> bool:

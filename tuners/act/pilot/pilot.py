@@ -26,6 +26,7 @@ from advisor.tuners.act.compiled import graphs_compiled
 from advisor.tuners.act.hooks import STEP_HOOKS
 from advisor.tuners.act.pilot.loaders import Loaders
 from advisor.tuners.act.pilot.loop_observer import RETIRED, LoopObserver, TrainedModel
+from advisor.tuners.act.pilot.losses import LossObserver
 from advisor.tuners.act.pilot.protocol import (
     MAX_MEMORY,
     BlockRequest,
@@ -121,6 +122,7 @@ class Pilot:
         self._counted = Config()  # once a step was counted
         self._fresh = self._cut = self._flags_released = False
         self._verdict: Verdict = OK
+        self._losses = LossObserver()
         self._loaders = Loaders(self._gave_up, override=settings.is_on("ADVISOR_OVERRIDE_LOADER"))
         self._calls = hooks.CallHooks(
             self._guarded(self._called),
@@ -148,6 +150,7 @@ class Pilot:
             self._switch.release()
             self._switch = None
         self._observer.forget()
+        self._losses.remove()
         self._trained = ()
         self._loaders.remove()
         if not self._threaded.is_set():  # else another thread may be iterating over PyTorch's hooks
@@ -299,6 +302,7 @@ class Pilot:
     def _step(self, switch: ConfigSwitch) -> None:
         """Handle the end of a step of the script."""
         switch.begin_step(freed=self._observer.frees_gradients)
+        self._losses.end_step()
         steps = self._request.steps or self._request.warm
         if not steps:
             return
@@ -359,6 +363,7 @@ class Pilot:
             faults=faults,
             watches=watches,
             counted=self._counted,
+            losses=self._losses.taken(),
         )
 
     def _begin_block(self) -> None:
@@ -399,6 +404,8 @@ class Pilot:
                 torch.cuda.reset_peak_memory_stats(self._device)
         if not request.steps:
             self._make_final(switch, request)
+        if request.losses:
+            self._losses.begin()
         self._warm = request.warm
         self._begin_block()
         return request.compare is not None and self._compare(switch, request, request.compare)

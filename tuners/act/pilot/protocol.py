@@ -61,6 +61,7 @@ class BlockRequest:
     forget: Config | None = None  # a config whose compiled code is freed first
     found: str = ""  # text: the result of the tuning, in the last request
     saves: str = ""  # a file to save compiled code to
+    losses: bool = False  # report the losses of all steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +85,7 @@ class BlockResult:
     blames: str = ""  # as in `Compared`, like outcome and reason after a comparison
     faults: tuple[str, ...] = ()  # of the unmodified script, as sentences, once it is checked
     watches: bool = False  # whether later steps may show another fault
+    losses: tuple[float, ...] = ()  # of each step, untimed ones too: the sum over its backwards
 
 
 class Guide(Protocol):

@@ -7,6 +7,7 @@ import dataclasses
 import os
 import secrets
 import socket
+import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -73,7 +74,7 @@ push files itself, and Lightning's loggers still write."""
 class CommandProcess(GuardedProcess):
     """One start of a command, whose Python loads the pilot from the folder `injected`. Raises
     UsageError as `measurable`, and if the temporary folder's name is too long. `variables`: of its
-    environment."""
+    environment; `folder`: its current folder, default ours."""
 
     def __init__(
         self,
@@ -82,6 +83,7 @@ class CommandProcess(GuardedProcess):
         injected: Path,
         log: Path,
         variables: Mapping[str, str] = MappingProxyType({}),
+        folder: Path | None = None,
     ) -> None:
         path, self._injected = measurable(words), str(injected)
         self._folder = ScratchFolder()
@@ -110,7 +112,7 @@ class CommandProcess(GuardedProcess):
             SECRET: secret.hex(),
             **variables,
         }
-        super().__init__([path, *words[1:]], log=log, environment=environment)
+        super().__init__([path, *words[1:]], log=log, environment=environment, folder=folder)
 
     @property
     def note(self) -> str | None:
@@ -240,6 +242,7 @@ class PilotSession:
             **{name: max(getattr(one, name) for one in results) for name in most},
             joules=sum(one.joules for one in results) if all(r.joules for r in results) else 0.0,
             counted=slowest.counted,
+            losses=tuple(map(statistics.fmean, zip(*(r.losses for r in results), strict=False))),
         )
 
     def results(self, request: BlockRequest, until: float) -> list[BlockResult]:
