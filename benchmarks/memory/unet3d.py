@@ -1,6 +1,6 @@
 """Trains MONAI's 3D U-Net on made-up volumes: a script that runs out of memory.
 
-    python unet3d.py --batch-size 8 --size 160
+python unet3d.py --batch-size 8 --size 160
 """
 
 from __future__ import annotations
