@@ -118,9 +118,10 @@ def name(process: int) -> str:
 
 def loaded_without(process: int, library: str, text: str) -> bool:
     """Whether a process has loaded a library, and no variable it began with holds this text."""
-    there = library in _text(_PROC / str(process) / "maps")
-    began_with = _text(_PROC / str(process) / "environ") if there else ""
-    return bool(began_with) and text not in began_with
+    # In this order: a child of a process with the library shows its parent's maps until it execs.
+    began_with = _text(_PROC / str(process) / "environ")
+    without = bool(began_with) and text not in began_with
+    return without and library in _text(_PROC / str(process) / "maps")
 
 
 @functools.cache
