@@ -31,6 +31,7 @@ from advisor.tuners.decisions import WORTH
 from advisor.tuners.knobs import OFFLOAD
 from advisor.tuners.measure.run.session import ran_out_of_memory
 from advisor.tuners.scratch import ScratchFolder
+from advisor.tuners.search.batch_sizes import BATCH, BatchSizes
 from advisor.tuners.search.journal import open_study
 from advisor.tuners.search.plan import Clock, Plan, Progress, suffices
 from advisor.tuners.search.race import SearchResult
@@ -40,8 +41,8 @@ from advisor.unchanged import CommandCall, too_little
 from advisor.workload import AnyWorkload, OpenWorkload, RunWorkload, TargetWorkload, without_own
 
 LOADER_S, LOADER_SHARE = 25.0, 0.25
-"""Seconds reserved to tune a workload's loader (two turns of a second for some ten settings), and
-the largest share of the budget for it."""
+"""Seconds reserved to tune a workload's loader (two turns of a second for some ten settings), or to
+measure a run's other batches, and the largest share of the budget for it."""
 MAX_TRIED_FIRST = 2
 """The most configs of similar records that are tried first."""
 
@@ -125,7 +126,8 @@ def tuned(workload: AnyWorkload, plan: Plan, *, cache: Cache, progress: Progress
     with measuring(records, workload.words, lock_names(workload.device)):
         if not isinstance(workload, RunWorkload):
             return measured(workload, plan, records, progress)
-        call = CommandCall(records, workload.words, workload.permitted, plan)
+        asked = workload.permitted | {"frees_batch": workload.frees_batch}
+        call = CommandCall(records, workload.words, asked, plan)
         if not plan.force and (known := call.known()) is not None:
             return Tuned(record=known, known=True, finished=True)
         try:
@@ -183,8 +185,9 @@ class Tuning:
         exact = [one for one in own if compare(key, one.key) == ("exact", ())]
         study = study_name(self.opened, self.space)
         with locked(self.records.studies, study), ScratchFolder() as folder:
-            loader_s = min(LOADER_S, LOADER_SHARE * self.plan.seconds) if self.space.inputs else 0.0
-            clock = Clock(self.plan.seconds, reserve_s=loader_s)
+            later = self.space.inputs or self.opened.frees_batch
+            later_s = min(LOADER_S, LOADER_SHARE * self.plan.seconds) if later else 0.0
+            clock = Clock(self.plan.seconds, reserve_s=later_s)
             found = self.search(self._first_guesses(similar), study, fresh, clock, folder)
             return self._kept(found, self._record(found, study, clock), exact, replaces)
 
@@ -214,6 +217,8 @@ class Tuning:
                 return f"already tuned without --map {', '.join(sorted(more))}; now tuning it"
         if why := too_little(known, self.plan):
             return why
+        if self.opened.frees_batch and all(one.stage != BATCH for one in known.trials):
+            return "already tuned without other batches; now measuring them"
         if length_of(known) != self.plan.length(task.batch):
             return "already tuned for a job of another length; choosing again"
         return ""
@@ -285,6 +290,10 @@ class Tuning:
             clock.release()
             step = next(w.choice.config for w in found.winners if w.use == LOOP and not w.free)
             found = tuned_loader(runner, space, step, found, clock, self.progress)
+        if (run := self.opened.frees_batch) and self.opened.seen and not found.interrupted:
+            clock.release()
+            self.progress.phase("other batches, on a recorded step")
+            found = BatchSizes(run, self.opened.seen, clock).add_to(found)
         return found
 
     def _first_guesses(self, similar: Sequence[SimilarRecord]) -> list[Config]:
@@ -350,7 +359,7 @@ class Tuning:
         made = Provenance(
             created=time.time(),
             seconds=clock.spent_s,
-            trials=sum(one.stage != NUMERICS for one in found.trials),
+            trials=sum(one.stage not in (NUMERICS, BATCH) for one in found.trials),
             advisor=advisor.__version__,
             device_uuid=facts.device_uuid,
             host_cpu=environment.host_cpu(),

@@ -51,7 +51,7 @@ DATA_S = 60.0
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenWorkload:
     """A workload that has made its first steps. `seen`: of a run. `online`: the run continues after
-    the search."""
+    the search. `frees_batch`: a run of which other batches are measured too."""
 
     runner: Runner
     facts: Facts
@@ -59,6 +59,7 @@ class OpenWorkload:
     target: Target
     seen: ScriptFacts | None = None
     online: bool = False
+    frees_batch: runs.Run | None = None
 
     @property
     def task(self) -> Task:
@@ -133,6 +134,7 @@ class RunWorkload:
         self._options = self.permitted.get("map") if options is None else options
         self._show, self._attached, self._limited = show, attached, limited
         self.saves = False  # memory, from the first start on
+        self.frees_batch = False  # other batches are measured too
 
     def _start(self, records: Records, progress: Progress) -> runs.Run:
         """A run that `describe` will start. Reports at once what the run will do to files."""
@@ -191,6 +193,7 @@ class RunWorkload:
                 target=Target(name=task.target, origin=""),
                 seen=seen,
                 online=self._attached is not None,
+                frees_batch=run if self.frees_batch else None,
             )
 
     def space(self, opened: OpenWorkload, plan: Plan, progress: Progress) -> Space:

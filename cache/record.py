@@ -15,7 +15,7 @@ from advisor.cache.key import Key
 
 OUTCOMES = ("ok", "out_of_memory", "timed_out", "crashed", "failed", "wrong")
 """'failed': the user's code raised; 'wrong': the numbers differ too much from fp32."""
-STAGES = ("compute", "input", "loader", "numerics")
+STAGES = ("compute", "input", "loader", "numerics", "batch")
 EFFORTS = ("quick", "normal", "exhaustive")  # the least first; more effort is preferred
 WITHIN, CUT_SHORT = "within", "interrupted"
 """Efforts below EFFORTS: WITHIN a real run while it went on, CUT_SHORT by Ctrl-C."""

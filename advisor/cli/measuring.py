@@ -111,6 +111,7 @@ def tune(
     "script would be with enough memory (estimated).",
     type=click.FloatRange(1.0, 1e6),
 )
+@option("--batch", "free: the largest and the fastest batch, too.", type=click.Choice(["free"]))
 @options.row_options(Task, "precisions", "deterministic", "compile", "tolerance", "map")
 @options.row_options(Plan)
 @_progress_options
@@ -138,7 +139,8 @@ def fit(
     from advisor.workload import RunWorkload
 
     progress, show = _progress(plan, given)
-    workload = RunWorkload(command, permitted, show=show, limited=True)
+    workload = RunWorkload(command, permitted, show=show, limited=not given["batch"])
+    workload.frees_batch = bool(given["batch"])
     found = tuned(workload, plan, cache=cache, progress=progress)
     record, slower = found.record, memory.slowdown(found.record)
     yield from _fits(record)
@@ -150,7 +152,8 @@ def fit(
             f"more than --max-slowdown {max_slowdown:g}; a smaller batch may be faster"
         )
         code = code or FAILED
-    yield Output(lambda: {"slowdown": slower or None, "record": as_data(record, cache)}, code=code)
+    data = {"slowdown": slower or None, "batches": memory.batches(record)}
+    yield Output(lambda: data | {"record": as_data(record, cache)}, code=code)
 
 
 @click.command(cls=OrCommand, options_metavar="[OPTIONS] -- COMMAND")
@@ -217,9 +220,9 @@ def _fits(record: Record) -> Parts:
         peak = record.memory.get("peak")
         if record.key.task.max_memory and type(peak) is int:
             yield f"Your unmodified script fits: its peak is {size(peak)}."
-        return
     for section in memory.sections(record):
-        yield from section.text()
+        if memory.saves(record) or section.name == "batches":
+            yield from section.text()
 
 
 def _result(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from advisor.cache.config import Config
 from advisor.cache.record import Record, Trial
@@ -12,7 +13,10 @@ from advisor.errors import printable
 from advisor.report.data import Bars, Section, Table
 from advisor.report.text import WRONG, outcome, rate, ratios
 from advisor.tuners.act.pilot.parts import PARTS, size_of, unmodified_bytes
+from advisor.tuners.act.pilot.script_facts import micro_batches
+from advisor.tuners.decisions import GAIN
 from advisor.tuners.knobs import CHECKPOINT, OFFLOAD, SAVING, TORCH, described
+from advisor.tuners.search.batch_sizes import BATCH, LARGEST
 
 
 def saves(record: Record) -> bool:
@@ -21,9 +25,28 @@ def saves(record: Record) -> bool:
 
 
 def sections(record: Record) -> Iterator[Section]:
-    """Generator: yields the ladder of a record that saves memory, and the parts of the memory."""
+    """Generator: yields the ways to save memory, other batches, and the parts of the memory."""
     if saves(record):
         yield Section("ladder", "Ways to save memory", ladder(record), tuple(lines(record)))
+    if measured := batches(record):
+        headings = ("batch", "peak", "samples/s", f"steps of accumulation for {record.batch}", "")
+        table = Table("The batches that fit, by a repeated step", headings, right=headings[:-1])
+        for x in measured:
+            cells = size(x["peak_bytes"]), rate(x["samples_per_s"]), str(x["accumulation"] or "-")
+            is_ = ", ".join(name for name, holds in x.items() if holds is True)
+            table.row(str(x["batch"]), *cells, is_)
+        largest = next((f"about {x['batch']}" for x in measured if x["largest"]), "not measured")
+        fastest = next(x["batch"] for x in measured if x["fastest"])
+        option = printable(str(record.key.task.map.get("batch", "it")))
+        said = [
+            f"The largest batch that fits: {largest}. The fastest: {fastest}.",
+            f"advisor run keeps your batch; to change it, set {option} yourself.",
+        ]
+        config = next(one.config for one in record.trials if one.stage == BATCH)
+        if config.knobs != record.winner(record.use).config.knobs:
+            how = described(config, record.baseline.config, nothing=record.key.task.baseline)
+            said.append(f"Measured with {how}, because torch.compile would compile for each batch.")
+        yield Section("batches", "Other batches", table, tuple(said))
     if rows := _parts(record.memory):
         what = f"The memory of a step of {record.key.task.baseline}"
         table = Table(what, ("part", "memory"), right=("memory",))
@@ -66,6 +89,27 @@ def ladder(record: Record) -> Table:
             warns=not measured.ok or best.config in wrong,
         )
     return table
+
+
+def batches(record: Record) -> list[dict[str, Any]]:
+    """The batches that were measured and fit, in samples of a call, as JSON. Of those within 3% of
+    the fastest, the user's counts as the fastest, or else the smallest."""
+    tried = {one.config.batch: one for one in record.trials if one.stage == BATCH}
+    rates = {batch: one.measurement.samples_per_s for batch, one in tried.items()}
+    near = [batch for batch, rate in rates.items() if GAIN * rate >= max(rates.values())]
+    fastest = record.batch if record.batch in near else min(near, default=0)
+    return [
+        {
+            "batch": (own := max(1, batch // micro_batches(record.key.task))),
+            "peak_bytes": one.measurement.peak_bytes,
+            "samples_per_s": rates[batch],
+            "accumulation": None if record.batch % own else record.batch // own,
+            "yours": batch == record.batch,
+            "largest": one.origin == LARGEST,
+            "fastest": batch == fastest,
+        }
+        for batch, one in tried.items()
+    ]
 
 
 def lines(record: Record) -> Iterator[str]:

@@ -4,23 +4,27 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from advisor.bootstrap import INJECTED
 from advisor.cache.config import Config
-from advisor.cache.record import Record
+from advisor.cache.record import Record, Trial
 from advisor.cache.task import OFFLOADED
 from advisor.errors import TargetFailed, WorkerError
 from advisor.report import memory
+from advisor.report.data import Table
 from advisor.report.html import page
 from advisor.tuners import knobs
 from advisor.tuners.act.pilot.protocol import LEAST_MEMORY, MAX_MEMORY, BlockRequest
 from advisor.tuners.act.pilot.script_facts import ScriptFacts
 from advisor.tuners.measure.run.run import Run
 from advisor.tuners.measure.run.session import PilotSession, RunEnded, ran_out_of_memory
-from advisor.tuners.measure.runner import Compared, ConfigFailed
+from advisor.tuners.measure.runner import Block, Compared, ConfigFailed
+from advisor.tuners.search.batch_sizes import BatchSizes
+from advisor.tuners.search.plan import Clock
+from advisor.tuners.search.race import SearchResult
 from tests import builders
 from tests.builders import GAINS, SCRIPT, MadeUp, MadeUpSession, advised, space
 from tests.cache import examples
@@ -133,6 +137,88 @@ def test_how_a_config_saves_memory_is_said_whatever_the_baseline_does() -> None:
     assert knobs.described(nothing.replace(precision="bf16"), own) == "bf16, without saving memory"
 
 
+# Other batches ----------------------------------------------------------------------------------
+
+
+class Batches(Limited):
+    """A made-up machine: a step takes 1 s and 1 GiB that no batch changes, and 40 ms beside its
+    call. `told`: the outcome of a batch."""
+
+    def __init__(self, most: float, memory: float | None = None, **told: str) -> None:
+        super().__init__(saving().default, most)
+        self.step_s, self.told = 1.0, told
+        self.memory = int(GIB * (most if memory is None else memory))
+        self.replayed: list[Config] = []
+
+    def call_s(self, config: Config, batch: int) -> float:
+        return (self._seconds(config)[0] - 0.04) * float((batch / 64) ** 0.8)
+
+    def gib(self, config: Config, batch: float) -> float:
+        return 1 + (self.needs(config) - 1) * batch / 64
+
+    def block(self, config: Config, steps: int, *, batch: int = 0, **how: Any) -> Block:
+        if not batch:
+            found = super().block(config, steps, **how)
+            return replace(found, peak_bytes=int(self.needs(config) * GIB))
+        self.replayed.append(config)
+        seconds, needs = steps * self.call_s(config, batch), self.gib(config, batch) - 0.5
+        self._spend(seconds, how["deadline_s"])
+        if (outcome := self.told.get(f"at_{batch}")) or needs > self.most:
+            raise ConfigFailed(outcome or "out_of_memory", "it is made to fail")
+        return Block(steps=steps, samples=0, seconds=seconds, peak_bytes=int(needs * GIB))
+
+
+def freed(machine: Batches, more_s: float = 100.0, **seen: Any) -> SearchResult:
+    """Returns the result of a search, and then of other batches in `more_s` seconds."""
+    found = builders.tuned(machine, saving(), 900.0)
+    run, clock = cast(Run, machine), Clock(more_s, now=machine.now)
+    return BatchSizes(run, replace(SCRIPT, **seen), clock).add_to(found)
+
+
+def tried(found: SearchResult) -> dict[int, Trial]:
+    return {one.config.batch: one for one in found.trials if one.stage == "batch"}
+
+
+@pytest.mark.parametrize("most", [5.0, 7.0, 12.5, 16.0, 40.0])
+def test_largest_batch_fits_and_the_others_are_as_fast_as_they_are(most: float) -> None:
+    machine = Batches(most)
+    found = freed(machine, memory=Config(gradients=GIB // 4))
+    (largest,) = (n for n, one in tried(found).items() if one.origin == "largest")
+    (config,) = {*machine.replayed}
+    assert {8, 16, 32, 64} <= {*tried(found)}
+    assert machine.gib(config, largest) <= most < machine.gib(config, largest + 1.5)
+    for size, one in tried(found).items():
+        steps = max(1, 64 // size)  # of accumulation; between two, gradients stay
+        rate = steps * size / (0.04 + steps * machine.call_s(config, size))
+        assert one.measurement.samples_per_s == pytest.approx(rate, rel=0.05)
+        gib = machine.gib(config, size) + 0.25 * (steps > 1)
+        assert one.measurement.peak_bytes == pytest.approx(gib * GIB)
+
+
+def test_a_compiled_advice_is_replaced_by_the_fastest_that_compiles_nothing() -> None:
+    machine = Batches(40.0)
+    found = freed(machine)
+    assert advised(found)["compile"] == "reduce-overhead" and advised(found) in machine.forgotten
+    eager = [
+        one for one in found.trials if one.config["compile"] == "none" and one.stage != "batch"
+    ]
+    best = max(eager, key=lambda one: one.measurement.samples_per_s)
+    assert {*machine.replayed} == {best.config}
+
+
+def test_no_more_is_said_than_was_measured() -> None:
+    """Without a known memory, as on a CPU; without time; if one batch fails; in micro-batches."""
+    cpu = freed(Batches(400.0, memory=0))
+    assert {*tried(cpu)} == {8, 16, 32, 64, 128, 256}
+    late, odd = freed(Batches(40.0), more_s=5.0), freed(Batches(40.0, at_128="failed"))
+    assert 64 in tried(late) and {*tried(odd)} == {8, 16, 32, 64}
+    micro = tried(freed(Batches(400.0, memory=0), others="4 micro-batches"))
+    assert [*micro] == [8, 16, 32, 64, 128, 256]  # calls of 2 to 64
+    assert {x.origin for one in (cpu, late, odd) for x in tried(one).values()} == {"replay"}
+    none = freed(Batches(40.0, at_32="failed", at_128="failed"))
+    assert none.remarks[-1] == "No other batch was measured: it is made to fail"
+
+
 # The starts of a command ------------------------------------------------------------------------
 
 
@@ -225,16 +311,18 @@ def test_memory_that_runs_out_after_the_first_steps_is_told_apart() -> None:
     ("limit", "said"),
     [
         (0, "nothing fits, also with the least memory: it ended: CUDA out of memory; give it a sm"),
+        (3.5, "state take 3 GiB; give it a smaller batch, or a larger --memory"),
         (
             24,
             "nothing fits into 24 GiB: with the least memory it needs 30 GiB, of which weights, "
-            "gradients and optimizer state take 3 GiB; give it a smaller batch, or a larger --mem",
+            "gradients and optimizer state take 3 GiB; by this, a batch of 2, with 2 steps of "
+            "accumulation, would fit; or give a larger --memory",
         ),
         (2, "optimizer state take 3 GiB; share them among several GPUs, as with FSDP, or give a l"),
     ],
 )
-def test_if_nothing_fits_the_least_memory_is_said(limit: int, said: str) -> None:
-    run = Starts(needs=200 * GIB, least=(30 if limit else 100) * GIB, limit=limit * GIB)
+def test_if_nothing_fits_the_least_memory_is_said(limit: float, said: str) -> None:
+    run = Starts(needs=200 * GIB, least=(30 if limit else 100) * GIB, limit=int(limit * GIB))
     with pytest.raises(TargetFailed, match=said):
         run.describe()
 
@@ -322,6 +410,26 @@ def test_record_with_any_parts_has_a_page(parts: dict[str, Any]) -> None:
     text = page(record(**parts))
     check_page(text, ("chosen", "ladder"))
     assert "\x1b" not in text and "a" * 100 not in text
+
+
+def test_other_batches_are_shown_with_the_accumulation_that_keeps_yours() -> None:
+    """Within 3% of the fastest, the smallest counts, or else the user's own."""
+    made = record(**PARTS)
+    own, b = made.winner("pilot").config.replace(precision="tf32"), made.batch
+    rates = {b // 2: 5000.0, b: 6000.0, 2 * b: 6900.0, 4 * b: 7000.0, 5 * b: 6800.0}
+    trials = [builders.measured(own.at(n), rate, stage="batch") for n, rate in rates.items()]
+    trials[-1] = replace(trials[-1], origin="largest")
+    one = replace(made, trials=(*made.trials, *trials))
+    found = next(part for part in memory.sections(one) if part.name == "batches")
+    rows = [(row.cells[0], *row.cells[3:]) for row in cast(Table, found.table).rows]
+    assert rows[:3] == [
+        (str(b // 2), "2", ""),
+        (str(b), "1", "yours"),
+        (str(2 * b), "-", "fastest"),
+    ]
+    assert found.lines[0] == f"The largest batch that fits: about {5 * b}. The fastest: {2 * b}."
+    assert "tf32, because torch.compile" in found.lines[2] and memory.batches(made) == []
+    check_page(page(one), ("chosen", "ladder", "batches", "memory"))
 
 
 def test_records_without_parts_say_nothing_of_memory() -> None:

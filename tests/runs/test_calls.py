@@ -6,6 +6,7 @@ import gc
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from advisor.tuners.act.pilot.pilot import Pilot
 from advisor.tuners.act.pilot.protocol import BlockRequest, BlockResult
 from advisor.tuners.act.process_flags import PROCESS_FLAGS
 from advisor.tuners.decisions import POINTS
+from advisor.tuners.measure.run import recorded_steps
 from advisor.tuners.measure.run.recorded_steps import RecordedSteps
 from advisor.tuners.measure.run.run import comparison
 from advisor.tuners.measure.runner import UNVERIFIED
@@ -43,11 +45,14 @@ class ComparingGuide(ScriptedGuide):
 
 
 def comparisons(values_list: Sequence[Mapping[str, Value]], space: Space) -> Iterator[BlockRequest]:
+    """Requests that compare each config; one with a batch is repeated at this batch instead."""
     own = Config(space.default | {"compile": "none"})
     for number, values in enumerate(values_list):
         # Later comparisons reuse the steps that the first one recorded.
         steps = 1 if number else POINTS
-        compare = comparison(own.replace(**values), own, TOLERANCE, COMPARE_LIMIT_S)
+        replay = {"batch": int(values["batch"] or 0), "passes": 2} if "batch" in values else {}
+        config = Config(own | values).without("batch")
+        compare = comparison(config, own, TOLERANCE, COMPARE_LIMIT_S, **replay)
         yield BlockRequest(config=own, own=own, steps=steps, compare=compare)
     yield BlockRequest(config=own, own=own)
 
@@ -362,3 +367,65 @@ def test_out_of_memory_while_recording_cancels_only_the_comparison(
     monkeypatch.setattr("advisor.tuners.measure.run.recorded_steps._fresh", full)
     train_both(Net, guide)
     assert guide.results[0].outcome == UNVERIFIED and "full" in guide.results[0].reason
+
+
+def out_of_memory_above_96(outputs: Tensor) -> Tensor:
+    if len(outputs) > 96:
+        raise torch.OutOfMemoryError("full")
+    return outputs
+
+
+@pytest.mark.parametrize("how", [{}, {"model_loss": True}, {"micro": 3, "scales": True}])
+def test_a_call_is_repeated_at_other_batches_and_the_run_stays_bit_identical(
+    monkeypatch: pytest.MonkeyPatch, how: dict[str, Any]
+) -> None:
+    sizes: list[int] = []
+    floating = recorded_steps._floating
+
+    def outputs(value: Any) -> list[Tensor]:
+        found = floating(value)
+        sizes.extend(len(one) for one in found if one.dim() == 2)
+        return found
+
+    monkeypatch.setattr(recorded_steps, "_floating", outputs)
+    batches = [{"batch": n} for n in (32, 16, 40, 96, 1, 64, 97)]
+    guide = ComparingGuide(*batches, *(HALF | one for one in batches), HALF, {"batch": 8})
+    train_both(lambda: Net(outer=out_of_memory_above_96), guide, steps=12, **how)
+    # BatchNorm cannot train with one sample.
+    told = [*["ok"] * 4, "failed", "ok", "out_of_memory"] * 2
+    assert [one.outcome for one in guide.results] == [*told, "ok", "ok"], guide.results
+    assert "Expected more than 1 value per channel" in guide.results[4].reason
+    repeated = [one for one in guide.results if one.steps == 2]
+    assert len(repeated) == 11 and all(one.seconds > 0 for one in repeated)
+    assert [n for n, _ in groupby(sizes) if n != 32] == [16, 40, 96, 64] * 2 + [8]
+
+
+class Twice(Net):
+    """Is called twice in a step, as a siamese network."""
+
+    def __call__(self, tokens: Tensor) -> Any:
+        return super().__call__(tokens) - super().__call__(tokens.flip(0))
+
+
+class Edges(Net):
+    """Takes a graph: its nodes, and pairs of them."""
+
+    def forward(self, tokens: Tensor, edges: Tensor | None = None) -> Any:
+        return super().forward(tokens)
+
+    def __call__(self, tokens: Tensor) -> Any:
+        return super().__call__(tokens, edges=torch.zeros(2, 7, dtype=torch.long))
+
+
+@pytest.mark.parametrize(
+    ("make", "sizes", "said"),
+    [
+        (Twice, lambda _step: (32, 5), "a step calls the model several times before backward"),
+        (Edges, lambda _step: (32, 5), "the first dimension of an input is not the batch"),
+        (Net, lambda step: (8 + step, 5), "its inputs vary in size"),
+    ],
+)
+def test_a_call_that_can_have_no_other_batch_is_told(make: Any, sizes: Any, said: str) -> None:
+    guide = ComparingGuide({"batch": 64})
+    train(make(), guide, steps=14, sizes=sizes)
+    assert [(one.outcome, one.reason) for one in guide.results] == [("failed", said)]

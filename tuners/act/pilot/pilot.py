@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import dataclasses
 import functools
 import logging
 import os
@@ -79,6 +80,8 @@ FELL_BACK = "RecompileLimit: torch.compile has given up: shapes vary too much"
 
 class StepComparer(Protocol):
     """Compares configs on recorded steps of the script. Methods return None before the verdict."""
+
+    measured: dict[str, Any]  # fields of the BlockResult, if the request had `passes`
 
     def begin(
         self,
@@ -345,7 +348,7 @@ class Pilot:
         cuda = self._device.type == "cuda"
         per_step = self._seen.shape[0] // self._seen.processes
         faults, watches = ((), False) if self._comparer is None else self._comparer.faults()
-        return BlockResult(
+        found = BlockResult(
             steps=self._done,
             samples=self._trained[0].samples or per_step * self._done,
             seconds=time.perf_counter() - self._began,
@@ -365,6 +368,9 @@ class Pilot:
             counted=self._counted,
             losses=self._losses.taken(),
         )
+        asked, comparer = self._request.compare, self._comparer
+        more = comparer.measured if comparer and asked and asked.passes else {}
+        return dataclasses.replace(found, **more)
 
     def _begin_block(self) -> None:
         if self._flops is not None:

@@ -37,7 +37,8 @@ class CompareRequest:
     """A candidate to compare with strict fp32, within `left_s` seconds. `plain`: fp32 with only the
     candidate's number format; `tolerance`: the always allowed error, as part of fp32's loss.
     `checks`: the candidate is the unmodified script, so fp32 is without its own autocast, and
-    `BlockResult.faults` names what else is wrong."""
+    `BlockResult.faults` names what else is wrong. With
+    `passes`, the candidate repeats one call with `batch` samples so many times instead."""
 
     fp32: Config
     plain: Config
@@ -45,6 +46,8 @@ class CompareRequest:
     tolerance: Seconds
     left_s: Seconds
     checks: bool = False
+    batch: Count = 0
+    passes: Count = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

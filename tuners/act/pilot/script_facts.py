@@ -134,9 +134,9 @@ def _optimizer_name(optimizer: torch.optim.Optimizer) -> str:
     return type(inner).__name__.lower()[:32]
 
 
-def micro_batches(task: Task) -> int:
+def micro_batches(of: Task | ScriptFacts) -> int:
     """Calls of the model in a step of each process of a run; 1 for a workload."""
-    found = re.search(rf"(?:^|; )(\d{{1,9}}) {MICRO}(?:;|$)", task.others)
+    found = re.search(rf"(?:^|; )(\d{{1,9}}) {MICRO}(?:;|$)", of.others)
     return max(1, int(found[1])) if found else 1
 
 

@@ -18,7 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -30,12 +30,12 @@ from advisor.tuners.act import hooks
 from advisor.tuners.act.applied import AppliedConfig
 from advisor.tuners.act.compiled import graphs_compiled
 from advisor.tuners.act.gate import Signature, of_any_size, signature
-from advisor.tuners.act.pilot.loop_observer import RngState, TrainedModel
+from advisor.tuners.act.pilot.loop_observer import RngState, TrainedModel, batch_of
 from advisor.tuners.act.pilot.protocol import CompareRequest
 from advisor.tuners.act.pilot.switch import ConfigSwitch, ModelCall
 from advisor.tuners.act.pilot.trees import is_cache, map_tensors, mutable_class, tensors
 from advisor.tuners.decisions import POINTS
-from advisor.tuners.environment import unused_bytes
+from advisor.tuners.environment import allocated, unused_bytes
 from advisor.tuners.faults import failure
 from advisor.tuners.knobs import FORMATS, OFFLOAD
 from advisor.tuners.measure.compare import References
@@ -50,6 +50,7 @@ from advisor.tuners.measure.runner import UNVERIFIED, Compared
 from advisor.tuners.measure.samples import NamedTensors, Sample, is_perturbed, perturb, sampled
 
 _Place = tuple[dict[str, Any], str]  # where a module holds a parameter or buffer, by its name
+_Pairs = list[tuple[Tensor, Tensor]]  # outputs, and their gradients
 _Autocast = tuple[str, torch.dtype, bool, bool]  # the arguments of torch.autocast
 _MOST_CALLS = 8  # recorded in one step, to save memory
 _MOST_STEPS = 8 * POINTS  # observed until a gradient reaches a model's outputs
@@ -72,6 +73,7 @@ class _RecordedCall:
     slope: Tensor | None = None  # the sum of these gradients times the outputs
     losses: dict[Any, int] = field(default_factory=dict)  # scalar outputs, by their graph's node
     alone: int | None = None  # the output that is the script's loss, if one is
+    loss_bytes: int = 0  # that the script's loss keeps for backward, outside of the model
 
     def watch(self, result: Any) -> None:
         """Record the gradients of the call's outputs during backward."""
@@ -131,8 +133,9 @@ class RecordedSteps:
         self._calls: list[_RecordedCall] = []
         self._losses: list[Tensor] = []
         self._chosen = False  # `_steps` are the steps to repeat
-        self._looked = 0  # steps observed
-        self._raised = self.draws = False
+        self._looked = self._allocated = 0  # steps observed; bytes of the device after a call
+        self._raised = self._nested = self.draws = False
+        self.measured: dict[str, Any] = {}
         self._named: NamedTensors = {}
         self._modules: list[nn.Module] = []
         self._places: list[_Place] = []
@@ -201,7 +204,9 @@ class RecordedSteps:
         return self._verdict()
 
     def _verdict(self) -> tuple[str, str, str]:
-        asked, ends = self._asked, self._began + self._asked.left_s
+        asked, ends, self.measured = self._asked, self._began + self._asked.left_s, {}
+        if asked.passes:
+            return self._replay(asked)
         if self._references is None:
             self._references = References(self, asked.fp32, tolerance=asked.tolerance)
         found = Compared(UNVERIFIED, self._refused)
@@ -256,30 +261,87 @@ class RecordedSteps:
         for number, kept in enumerate(calls):
             of = f" of call {number}" if len(calls) > 1 else ""
             _require(self._tensors(self._parameters), kept.needs)
-            args, kwargs = map_tensors(_fresh, kept.given)
-            # No autocast context if it changes nothing: compiled code depends on its state.
-            same = kept.autocast == _autocast(self._device.type)
-            with nullcontext() if same else torch.autocast(*kept.autocast):
-                found = _floating(kept.call.act(*args, **kwargs))
-            pairs = [
-                (o, g.to(o.device, o.dtype))
-                for o, g in zip(found, kept.back, strict=True)
-                if g is not None
-            ]
+            found, given, pairs = self._called(kept)
             slope += torch.stack([(o.detach().float() * g.float()).sum() for o, g in pairs]).sum()
             for n, output in enumerate(found):
                 outputs[f"output {n}{of}"] = sampled(output).to(self._store)
             del found, output  # as the script, which keeps no logits during backward
-            inputs = {f"input {n}{of}": one for n, one in enumerate(_floating((args, kwargs)))}
+            inputs = {f"input {n}{of}": one for n, one in enumerate(given)}
             wanted = {n: one for n, one in (self._named | inputs).items() if one.requires_grad}
             for name, taken in zip(wanted, _gradients(pairs, [*wanted.values()]), strict=True):
-                one = taken.to(self._store)
+                one = sampled(taken).to(self._store)
                 gradients[name] = gradients[name].add_(one) if name in gradients else one
         if loss is not None:
             own = [kept.slope for kept in calls if kept.slope is not None]
             loss += float(slope - torch.stack(own).sum())
         known = None if is_perturbed(point) else loss
         return Sample(outputs=outputs, gradients=gradients, loss=known)
+
+    def _called(self, kept: _RecordedCall) -> tuple[list[Tensor], list[Tensor], _Pairs]:
+        """Make a call. Returns its outputs, its inputs, and pairs of an output and its gradient."""
+        args, kwargs = map_tensors(_fresh, kept.given)
+        # No autocast context if it changes nothing: compiled code depends on its state.
+        same = kept.autocast == _autocast(self._device.type)
+        with nullcontext() if same else torch.autocast(*kept.autocast):
+            found = _floating(kept.call.act(*args, **kwargs))
+        pairs = zip(found, kept.back, strict=True)
+        back = [(o, g.to(o.device, o.dtype)) for o, g in pairs if g is not None]
+        return found, _floating((args, kwargs)), back
+
+    def _replay(self, asked: CompareRequest) -> tuple[str, str, str]:
+        """Time a recorded call and its backward with another batch: see `measured`."""
+        why = self._refused or _why_not_repeatable(self._modules) or self._why_one_size()
+        if why:
+            return "failed", why, ""
+        self._values = [one.cpu() for one in self._values]  # large batches need the room
+        with self._aside(on_host=True), torch.enable_grad():
+            try:
+                self._of_switch.set(asked.candidate)
+                self._time(self._steps[0][0][0], asked.batch, asked.passes)
+                return "ok", "", ""
+            except Exception as exc:  # whatever the model raises at another batch
+                return *failure(exc), ""
+
+    def _time(self, kept: _RecordedCall, batch: int, passes: int) -> None:
+        device, own, began = self._device, batch_of(*kept.given), 0.0
+        cuda = torch.cuda if device.type == "cuda" else None
+
+        def resized(tensor: Tensor) -> Tensor:
+            if not tensor.dim() or tensor.shape[0] != own:
+                return tensor
+            found = torch.cat([tensor.detach()] * -(-batch // own))[:batch]
+            return found.requires_grad_(tensor.requires_grad)
+
+        given, back = map_tensors(resized, (kept.given, kept.back))
+        _require(self._tensors(self._parameters), kept.needs)
+        # In place of what the script's loss keeps.
+        _held = torch.empty(kept.loss_bytes * batch // own, dtype=torch.uint8, device=device)
+        for number in range(passes + 1):  # the first one is a warm-up
+            if cuda and number == 1:
+                cuda.synchronize(device)
+                cuda.reset_peak_memory_stats(device)
+            began = began if number > 1 else time.perf_counter()
+            inputs, pairs = self._called(replace(kept, given=given, back=back))[1:]
+            wanted = [x for x in (*self._tensors(self._parameters), *inputs) if x.requires_grad]
+            _gradients(pairs, wanted)
+        if cuda:
+            cuda.synchronize(device)
+        self.measured = {"steps": passes, "seconds": time.perf_counter() - began}
+        self.measured |= {"peak_bytes": cuda.max_memory_allocated(device)} if cuda else {}
+
+    def _why_one_size(self) -> str:
+        """Why the recorded call cannot have another batch; '' if it may."""
+        calls = [one for step, _ in self._steps for one in step]
+        inputs = (one for one in tensors(calls[0].given) if one.dim() and not one.is_nested)
+        own, first = batch_of(*calls[0].given), {one.shape[0] for one in inputs}
+        found = {
+            "several models train together": len(self._of_switch.calls) > 1,
+            "a step calls the model several times before backward": self._nested,
+            "its inputs vary in size": len({signature(*one.given) for one in calls}) > 1,
+            # Such an input may hold indices into others, as the edges of a graph.
+            "the first dimension of an input is not the batch": not {own} <= first <= {1, own},
+        }
+        return next((why for why, holds in found.items() if holds), "")
 
     # Recording and restoring.
 
@@ -315,13 +377,12 @@ class RecordedSteps:
     def _spare(self) -> int | None:
         return self._room() if self._device.type == "cuda" else None
 
-    def _copies(self) -> list[Tensor]:
-        """Copies of all weights and buffers; on the host if the device has little memory."""
-        found, device = self._tensors(), self._device
+    def _copies(self, *, on_host: bool = False) -> list[Tensor]:
+        """Copies of all weights and buffers; on the host also if the device has little memory."""
+        found = self._tensors()
         needs = _COPIES * sum(tensor.nbytes for tensor in found)
-        if device.type == "cuda" and self._room() <= needs:
-            return [tensor.detach().to("cpu", copy=True) for tensor in found]
-        return [tensor.detach().clone() for tensor in found]
+        on_host |= self._device.type == "cuda" and self._room() <= needs
+        return [one.detach().to("cpu" if on_host else one.device, copy=True) for one in found]
 
     def _keep(self, call: ModelCall, *args: Any, **kwargs: Any) -> Any:
         if self._refused or len(self._calls) >= _MOST_CALLS:
@@ -344,6 +405,8 @@ class RecordedSteps:
             self._raised = True
             raise
         self.draws |= rng.has_advanced()
+        self._nested |= bool(self._calls) and all(g is None for g in self._calls[-1].back)
+        self._allocated = allocated(self._device)
         kept.watch(result)
         self._calls.append(kept)
         if changed is not None:
@@ -379,18 +442,22 @@ class RecordedSteps:
             self._checks.saw_loss(loss)
         for call in self._calls:
             call.begins(loss)
+        if self._calls:
+            self._calls[-1].loss_bytes = max(0, allocated(self._device) - self._allocated)
         if isinstance(loss, Tensor) and loss.numel() == 1:
             self._losses.append(loss.detach().float())
 
     @contextlib.contextmanager
-    def _aside(self) -> Iterator[None]:
-        """Context manager: restores the script's weights, buffers, attributes and random state."""
+    def _aside(self, *, on_host: bool = False) -> Iterator[None]:
+        """Context manager: restores the script's weights, buffers, attributes and random state.
+        `on_host`: copies are on the host, and the script's gradients too."""
         switch = self._of_switch
         switch.set(switch.own)
         rng, self._put_attributes = RngState(), save_attributes(self._modules)
-        tensors, values = self._tensors(), self._copies()
+        tensors, values = self._tensors(), self._copies(on_host=on_host)
         needs = [tensor.requires_grad for tensor in tensors]
-        put_gradients = self._gradients_aside() if OFFLOAD in switch.own else lambda: None
+        aside = on_host or OFFLOAD in switch.own
+        put_gradients = self._gradients_aside() if aside else lambda: None
         self._placed = -1
         try:
             yield
@@ -431,10 +498,10 @@ class RecordedSteps:
             self._placed = weights
 
 
-def _gradients(pairs: Sequence[tuple[Tensor, Tensor]], wanted: Sequence[Tensor]) -> list[Tensor]:
-    """Samples of the gradients of these tensors, from pairs of an output and its gradient."""
+def _gradients(pairs: _Pairs, wanted: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The gradients of these tensors, from pairs of an output and its gradient."""
     outputs, back = zip(*pairs, strict=True)
-    return [*map(sampled, torch.autograd.grad(outputs, wanted, back, materialize_grads=True))]
+    return torch.autograd.grad(outputs, wanted, back, materialize_grads=True)
 
 
 @contextlib.contextmanager

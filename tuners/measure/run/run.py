@@ -22,7 +22,7 @@ from advisor.tuners.act.pilot.protocol import (
     BlockRequest,
     CompareRequest,
 )
-from advisor.tuners.act.pilot.script_facts import ScriptFacts
+from advisor.tuners.act.pilot.script_facts import ScriptFacts, micro_batches
 from advisor.tuners.decisions import HEADROOM, START_S, STARTS
 from advisor.tuners.knobs import OFFLOAD, SAVING
 from advisor.tuners.measure.compare import plain_of
@@ -132,12 +132,16 @@ class Run:
             return f"nothing fits, also with the least memory: {said}; give it a smaller batch"
         needs, mend = "more", "give it a smaller batch, or a larger --memory"
         with suppress(RunEnded):
-            memory = self._running(self.baseline, time.monotonic() + START_S).seen.memory
-            fixed = sum(int(memory[name] or 0) for name in FIXED)
-            needs = (
-                f"{size(int(memory['peak'] or 0))}, of which weights, gradients and optimizer "
-                f"state take {size(fixed)}"
-            )
+            seen = self._running(self.baseline, time.monotonic() + START_S).seen
+            memory, calls = seen.memory, micro_batches(seen)
+            batch = seen.shape[0] // (seen.processes * calls)
+            fixed, peak = sum(int(memory[n] or 0) for n in FIXED), int(memory["peak"] or 0)
+            held = f"weights, gradients and optimizer state take {size(fixed)}"
+            needs = f"{size(peak)}, of which {held}"
+            parts = (n for n in range(2, batch + 1) if batch % n == 0)
+            if steps := next((n for n in parts if fixed + (peak - fixed) / n <= limit), 0):
+                part = f"{batch // steps}, with {calls * steps} steps of accumulation"
+                mend = f"by this, a batch of {part}, would fit; or give a larger --memory"
             if fixed > limit:
                 mend = "share them among several GPUs, as with FSDP, or give a larger --memory"
         return f"nothing fits into {size(limit)}: with the least memory it needs {needs}; {mend}"
@@ -154,9 +158,16 @@ class Run:
             said = self.command.described({name: number})
             raise UsageError(f"map: with {said} {exc.said or exc}") from exc
 
-    def block(self, config: Config, steps: int, *, warm: int = 1, deadline_s: float) -> Block:
+    def block(
+        self, config: Config, steps: int, *, warm: int = 1, deadline_s: float, batch: int = 0
+    ) -> Block:
+        """As Runner. With `batch`, one recorded call of the model and its backward are repeated
+        with so many samples, cut or repeated; the script goes on as if nothing had happened."""
         within = self.command.within(config, self.baseline)
         request = BlockRequest(config=within, own=self.baseline, steps=steps, warm=warm)
+        if batch:
+            asked = comparison(within, self.baseline, 0.0, deadline_s, batch=batch, passes=steps)
+            request = BlockRequest(config=self.baseline, own=self.baseline, compare=asked, steps=1)
         try:
             block = self._attempt(config, deadline_s, lambda at, until: at.block(request, until))
             self.counted = block.counted or self.counted
@@ -314,7 +325,7 @@ class Run:
 
 
 def comparison(
-    config: Config, own: Config, tolerance: float, left_s: float, *, checks: bool = False
+    config: Config, own: Config, tolerance: float, left_s: float, *, checks: bool = False, **of: int
 ) -> CompareRequest:
     """The request that compares a config; `checks`: it is `own`, see CompareRequest."""
     fp32 = knobs.reference(own) if checks else knobs.strict(own)
@@ -326,6 +337,7 @@ def comparison(
         tolerance=tolerance,
         left_s=left_s,
         checks=checks,
+        **of,
     )
 
 
