@@ -31,7 +31,7 @@ from advisor.tuners.decisions import WORTH
 from advisor.tuners.knobs import OFFLOAD
 from advisor.tuners.measure.run.session import ran_out_of_memory
 from advisor.tuners.scratch import ScratchFolder
-from advisor.tuners.search.batch_sizes import BATCH, BatchSizes
+from advisor.tuners.search.batch_sizes import OTHER_BATCH, BatchSizes
 from advisor.tuners.search.journal import open_study
 from advisor.tuners.search.plan import Clock, Plan, Progress, suffices
 from advisor.tuners.search.race import SearchResult
@@ -217,7 +217,7 @@ class Tuning:
                 return f"already tuned without --map {', '.join(sorted(more))}; now tuning it"
         if why := too_little(known, self.plan):
             return why
-        if self.opened.frees_batch and all(one.stage != BATCH for one in known.trials):
+        if self.opened.frees_batch and all(one.stage != OTHER_BATCH for one in known.trials):
             return "already tuned without other batches; now measuring them"
         if length_of(known) != self.plan.length(task.batch):
             return "already tuned for a job of another length; choosing again"
@@ -359,7 +359,7 @@ class Tuning:
         made = Provenance(
             created=time.time(),
             seconds=clock.spent_s,
-            trials=sum(one.stage not in (NUMERICS, BATCH) for one in found.trials),
+            trials=sum(one.stage not in (NUMERICS, OTHER_BATCH) for one in found.trials),
             advisor=advisor.__version__,
             device_uuid=facts.device_uuid,
             host_cpu=environment.host_cpu(),

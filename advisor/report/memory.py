@@ -16,7 +16,7 @@ from advisor.tuners.act.pilot.parts import PARTS, size_of, unmodified_bytes
 from advisor.tuners.act.pilot.script_facts import micro_batches
 from advisor.tuners.decisions import GAIN
 from advisor.tuners.knobs import CHECKPOINT, OFFLOAD, SAVING, TORCH, described
-from advisor.tuners.search.batch_sizes import BATCH, LARGEST
+from advisor.tuners.search.batch_sizes import LARGEST, OTHER_BATCH
 
 
 def saves(record: Record) -> bool:
@@ -42,7 +42,7 @@ def sections(record: Record) -> Iterator[Section]:
             f"The largest batch that fits: {largest}. The fastest: {fastest}.",
             f"advisor run keeps your batch; to change it, set {option} yourself.",
         ]
-        config = next(one.config for one in record.trials if one.stage == BATCH)
+        config = next(one.config for one in record.trials if one.stage == OTHER_BATCH)
         if config.knobs != record.winner(record.use).config.knobs:
             how = described(config, record.baseline.config, nothing=record.key.task.baseline)
             said.append(f"Measured with {how}, because torch.compile would compile for each batch.")
@@ -94,7 +94,7 @@ def ladder(record: Record) -> Table:
 def batches(record: Record) -> list[dict[str, Any]]:
     """The batches that were measured and fit, in samples of a call, as JSON. Of those within 3% of
     the fastest, the user's counts as the fastest, or else the smallest."""
-    tried = {one.config.batch: one for one in record.trials if one.stage == BATCH}
+    tried = {one.config.batch: one for one in record.trials if one.stage == OTHER_BATCH}
     rates = {batch: one.measurement.samples_per_s for batch, one in tried.items()}
     near = [batch for batch, rate in rates.items() if GAIN * rate >= max(rates.values())]
     fastest = record.batch if record.batch in near else min(near, default=0)

@@ -17,7 +17,7 @@ from advisor.tuners.search.race import SearchResult
 from advisor.tuners.search.space import ladder
 from advisor.tuners.search.visit import turn_steps
 
-BATCH, LARGEST = "batch", "largest"  # the stage of trials, and the origin of the largest batch's
+OTHER_BATCH, LARGEST = "batch", "largest"  # the stage of trials; the origin of one
 
 
 class BatchSizes:
@@ -67,10 +67,10 @@ class BatchSizes:
         if full and full.outcome == "out_of_memory":
             # Where the memory ends, on a line through two peaks; or less.
             grows = (self._peaks[low] - self._peaks[least]) / max(1, low - least)
-            room = (self._run.memory or 2**62) - self._peaks[low]
-            more = min(room / max(1.0, grows), low - 1)
+            more = ((self._run.memory or 2**62) - self._peaks[low]) / max(1.0, grows)
             for part in (1, 2, 4):
-                if more < part or self._try(low + int(more / part)) is None:
+                size = low + int(min(more, low - 1) / part)
+                if size <= low or self._try(size) is None:
                     self._largest = max(self._times)
                     break
         elif full and len(self._times) == 1:
@@ -106,7 +106,7 @@ class BatchSizes:
             number=number,
             config=self._config.at(self._calls * size),
             measurement=Measurement(outcome="ok", samples_per_s=rate, peak_bytes=peak),
-            stage=BATCH,
+            stage=OTHER_BATCH,
             origin=LARGEST if size == self._largest else "replay",
             seconds=sum(self._times[size]),
         )

@@ -290,8 +290,7 @@ class RecordedSteps:
 
     def _replay(self, asked: CompareRequest) -> tuple[str, str, str]:
         """Time a recorded call and its backward with another batch: see `measured`."""
-        why = self._refused or _why_not_repeatable(self._modules) or self._why_one_size()
-        if why:
+        if why := self._refused or _why_not_repeatable(self._modules) or self._why_one_size():
             return "failed", why, ""
         self._values = [one.cpu() for one in self._values]  # large batches need the room
         with self._aside(on_host=True), torch.enable_grad():
