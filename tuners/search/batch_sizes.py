@@ -7,6 +7,7 @@ import statistics
 
 from advisor.cache.record import PILOT, Measurement, Trial
 from advisor.errors import TargetFailed, WorkerError
+from advisor.tuners.act.pilot.parts import size_of
 from advisor.tuners.act.pilot.script_facts import ScriptFacts, micro_batches
 from advisor.tuners.decisions import PAIRS, TURN_S
 from advisor.tuners.knobs import COMPILE
@@ -100,8 +101,8 @@ class BatchSizes:
         steps = self._calls if self._batch % size else self._batch // size  # to keep the batch
         fed_s = self._step.step_s - self._step.waited_s / self._step.steps
         step_s = max(0.0, fed_s - self._calls * own_s) + steps * size_s
-        stays = self._seen.memory.get("gradients") if steps > self._calls == 1 else 0
-        rate, peak = steps * size / step_s, max(0, self._peaks[size] + int(stays or 0))
+        stays = size_of(self._seen.memory, "gradients") if steps > self._calls == 1 else 0
+        rate, peak = steps * size / step_s, max(0, self._peaks[size] + stays)
         return Trial(
             number=number,
             config=self._config.at(self._calls * size),

@@ -448,8 +448,7 @@ class RecordedSteps:
 
     @contextlib.contextmanager
     def _aside(self, *, on_host: bool = False) -> Iterator[None]:
-        """Context manager: restores the script's weights, buffers, attributes and random state.
-        `on_host`: copies are on the host, and the script's gradients too."""
+        """Context manager: restores what a call may change, `on_host` from copies on the host."""
         switch = self._of_switch
         switch.set(switch.own)
         rng, self._put_attributes = RngState(), save_attributes(self._modules)
