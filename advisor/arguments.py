@@ -167,22 +167,7 @@ class Events(Progress):
         self._on_event = on_event
 
     def visited(self, done: JournaledTrial, what: str, best: Config, left_s: float) -> None:
-        trial, ratio, compared = done
-        measured = trial.measurement
-        self._on_event(
-            {
-                "event": "trial",
-                "number": trial.number,
-                "config": dict(trial.config),
-                "outcome": compared.outcome if compared else measured.outcome,
-                "samples_per_s": measured.samples_per_s,
-                "ratio": ratio.mean,
-                "low": ratio.low,
-                "high": ratio.high,
-                "best": dict(best),
-                "left_s": left_s,
-            }
-        )
+        self._on_event(trial_event(done, best, left_s))
 
     def phase(self, what: str) -> None:
         self._on_event({"event": "phase", "text": what})
@@ -192,6 +177,24 @@ class Events(Progress):
 
     def warning(self, text: str) -> None:
         self._on_event({"event": "warning", "text": text})
+
+
+def trial_event(done: JournaledTrial, best: Config, left_s: float) -> dict[str, Any]:
+    """The event of a config that was measured, as `Progress.visited`."""
+    trial, ratio, compared = done
+    measured = trial.measurement
+    return {
+        "event": "trial",
+        "number": trial.number,
+        "config": dict(trial.config),
+        "outcome": compared.outcome if compared else measured.outcome,
+        "samples_per_s": measured.samples_per_s,
+        "ratio": ratio.mean,
+        "low": ratio.low,
+        "high": ratio.high,
+        "best": dict(best),
+        "left_s": left_s,
+    }
 
 
 def progress_of(on_event: OnEvent | None) -> Progress:

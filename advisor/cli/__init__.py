@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import importlib
 import keyword
 import os
@@ -11,7 +12,7 @@ import sys
 import click
 
 import advisor
-from advisor.cli.options import DONE, FAILED, INTERRUPTED, WRONG_USAGE, warn
+from advisor.cli.options import DONE, FAILED, INTERRUPTED, WRONG_USAGE, json_line, warn
 from advisor.errors import AdvisorError, UsageError
 
 MAX_WORD = 300
@@ -29,7 +30,7 @@ _COMMANDS = {
         **dict.fromkeys(("submit", "jobs", "logs", "cancel"), "jobs"),
         **dict.fromkeys(("serve", "token"), "serving"),
     },
-    "This machine": dict.fromkeys(("env", "completion"), "reading"),
+    "This machine": dict.fromkeys(("env", "completion", "schema"), "reading"),
 }
 """The commands and their modules, as `advisor --help` lists them. Only the module in use is
 imported: `advisor run` must be fast."""
@@ -73,7 +74,10 @@ def cli(ctx: click.Context) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run a command. Returns the exit code."""
+    """Run a command. Returns the exit code. With --json, an error is a document too."""
+    words = sys.argv[1:] if arguments is None else arguments
+    as_json = "--json" in words[: words.index("--") if "--" in words else None]
+    refuse = functools.partial(_refuse, as_json=as_json)
     try:
         code = cli.main(arguments, prog_name="advisor", standalone_mode=False)
         sys.stdout.flush()
@@ -85,25 +89,32 @@ def main(arguments: list[str] | None = None) -> int:
         # The message on a wrong value says what is allowed.
         ctx = None if type(exc) is click.BadParameter else getattr(exc, "ctx", None)
         see = f" (see: {ctx.command_path} --help)" if ctx else ""
-        return _refuse(exc.format_message() + see, WRONG_USAGE)
+        return refuse(exc.format_message() + see, WRONG_USAGE, "UsageError")
     except AdvisorError as exc:
         if exc.details:
             click.echo(exc.details.rstrip(), err=True)
-        return _refuse(str(exc), WRONG_USAGE if isinstance(exc, UsageError) else FAILED)
+        code = WRONG_USAGE if isinstance(exc, UsageError) else FAILED
+        return refuse(str(exc), code, type(exc).__name__)
     except OSError as exc:
         if exc.filename is not None:
-            return _refuse(f"{os.fsdecode(exc.filename)}: {exc.strerror}", FAILED)
+            return refuse(f"{os.fsdecode(exc.filename)}: {exc.strerror}", FAILED, "OSError")
         if exc.errno not in (errno.EPIPE, errno.ENOSPC):
             raise
         # The pipe is closed or the disk full: flushing at exit would fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return FAILED if exc.errno == errno.EPIPE else _refuse(f"output: {exc.strerror}", FAILED)
+        full = f"output: {exc.strerror}"
+        return FAILED if exc.errno == errno.EPIPE else refuse(full, FAILED, "OSError")
     except (KeyboardInterrupt, click.Abort):
-        return _refuse("interrupted; to continue, run the same command again", INTERRUPTED)
+        again = "interrupted; to continue, run the same command again"
+        return refuse(again, INTERRUPTED, "Interrupted")
 
 
-def _refuse(message: str, code: int) -> int:
-    """Print an error on one line. Returns the exit code."""
+def _refuse(message: str, code: int, kind: str, *, as_json: bool) -> int:
+    """Print an error on one line; `as_json`: as a document too. Returns the exit code."""
     words = (word if len(word) <= MAX_WORD else f"{word[:80]}..." for word in message.split())
-    warn(" ".join(words))
+    line = " ".join(words)
+    warn(line)
+    if as_json:
+        about = {"kind": kind, "message": line, "exit_code": code}
+        click.echo(json_line({"error": about}))
     return code

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +18,7 @@ from advisor.cli.options import (
     Output,
     Parts,
     collected,
+    json_line,
     json_option,
     json_or_text,
     option,
@@ -112,7 +112,7 @@ def submit(
     elif as_json:
         sent = dataclasses.asdict(code) if code else {}
         sent |= {"archive": len(code.archive), "root": str(code.root)} if code else {}
-        click.echo(json.dumps(dataclasses.asdict(job) | {"code": sent or None, "page": page}))
+        click.echo(json_line(dataclasses.asdict(job) | {"code": sent or None, "page": page}))
 
 
 def _show_log(client: Client, id: int, follow: bool, as_json: bool) -> None:
@@ -124,7 +124,7 @@ def _show_log(client: Client, id: int, follow: bool, as_json: bool) -> None:
     job = client.job(id) if follow else None
     if as_json:
         shown = dataclasses.asdict(job) if job else {"id": id}
-        click.echo(json.dumps(shown | {"log": log}))
+        click.echo(json_line(shown | {"log": log}))
     elif job:
         why = f": {job.reason}" if job.reason else ""
         record = f"; to see its record: advisor show {job.record}" if job.record else ""

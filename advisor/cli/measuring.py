@@ -19,7 +19,7 @@ from advisor.cli import options
 from advisor.cli.options import DONE, FAILED, OrCommand, Output, Parts, json_or_text, option, warn
 from advisor.errors import UsageError
 from advisor.report import cost, feeding, memory, sections
-from advisor.report.data import as_data
+from advisor.report.document import as_data
 from advisor.report.progress import Shown
 from advisor.report.text import ago, rate, spread
 from advisor.resolve.answer import advises
@@ -39,7 +39,7 @@ _progress_options = options.option_group(
         "--keep-checkpoints",
         "For a run: write checkpoints where the script says, not to a scratch folder.",
     ),
-    option("--events FILE", "Append each trial to FILE, as a line of JSON.", type=options.NEW_FILE),
+    options.events_option,
 )
 
 
@@ -93,14 +93,10 @@ def tune(
     found = tuned(workload, plan, cache=cache, progress=progress)
     yield from _fits(found.record)
     yield from _result(found, plan, command, cache, url)
-    done = "tuned" if found.finished else "unfinished"
-    status = "known" if found.known or found.earlier else done
     # Only a server's worker, which uses --for, must know that the tuning is unfinished.
     code = options.UNFINISHED if url and not found.finished else DONE
-    yield Output(
-        lambda: {"status": status, "record": as_data(found.record, cache)},
-        code=options.INTERRUPTED if found.interrupted else code,
-    )
+    code = options.INTERRUPTED if found.interrupted else code
+    yield Output(_tuning(found, cache, progress, code), code)
 
 
 @click.command(cls=OrCommand, options_metavar="[OPTIONS] -- COMMAND")
@@ -152,8 +148,9 @@ def fit(
             f"more than --max-slowdown {max_slowdown:g}; a smaller batch may be faster"
         )
         code = code or FAILED
-    data = {"slowdown": slower or None, "batches": memory.batches(record)}
-    yield Output(lambda: data | {"record": as_data(record, cache)}, code=code)
+    document, slowed = _tuning(found, cache, progress, code), slower or None
+    batches = memory.batches(record)
+    yield Output(lambda: {"slowdown": slowed, "batches": batches, **document()}, code)
 
 
 @click.command(cls=OrCommand, options_metavar="[OPTIONS] -- COMMAND")
@@ -204,13 +201,31 @@ def check(command: tuple[str, ...], cache: str | None, budget: str, **given: Any
     yield Output(lambda: document, code=FAILED if found.faults else DONE)
 
 
+def _tuning(
+    found: Tuned, cache: str | None, progress: Shown, code: int
+) -> Callable[[], dict[str, Any]]:
+    """Report the end of a tuning as an event. Returns a function that makes its document."""
+    status = "tuned" if found.finished else "unfinished"
+    status = "known" if found.known or found.earlier else status
+    record = as_data(found.record, cache, finished=found.finished)
+    about = {"exit_code": code, "status": status, "record": record["id"]}
+    progress.events({"event": "result", **about, "advice": record["advice"]})
+    return lambda: {"status": status, "remarks": list(found.remarks), "record": record}
+
+
 def _progress(plan: Plan, given: Mapping[str, Any]) -> tuple[Shown, Callable[[str], None] | None]:
     """The progress of a tuning, and where the command's output goes. Sets variables on which the
     started command and the lines to copy depend."""
     os.environ.update(options.LOADER.get(given["loader"], {}))
     os.environ.update({KEEP_CHECKPOINTS: "1"} if given["keep_checkpoints"] else {})
     shown_on = options.console(stderr=True, quiet=given["quiet"])
-    progress = Shown(shown_on, budget_s=plan.seconds, events=given["events"])
+    events = options.event_writer(given["events"])
+    progress = Shown(shown_on, budget_s=plan.seconds, events=events)
+    if (tasks := os.environ.get("SLURM_STEP_NUM_TASKS", "1")) != "1":
+        progress.warning(
+            f"srun starts {tasks} advisors, and each tunes by itself; to tune one job of {tasks} "
+            "processes, start one: advisor tune -- srun python train.py"
+        )
     return progress, progress.output if given["show_output"] else None
 
 
@@ -259,6 +274,7 @@ def _again_options(budget: str) -> options.Decorator:
             "The target to run  [default: the record's own file, if it is under this folder]",
         ),
         options.map_option,
+        options.events_option,
         options.cache,
     )
 
@@ -267,12 +283,18 @@ def _again(command: tuple[str, ...], model: Model, given: Mapping[str, Any]) -> 
     """Returns the options of a command line as arguments of `explain` and `verify`."""
     if command and (model.target or model.data):
         raise UsageError("give either --target and --data, or your command after --")
+    write = options.event_writer(given["events"])
+
+    def told(event: Mapping[str, Any]) -> None:
+        warn(event["text"])
+        write(event)
+
     return {
         "what": command or model,
         "map": given["map"] or None,
         "budget": given["budget"],
         "store": given["cache"],
-        "on_event": lambda event: warn(event["text"]),
+        "on_event": told,
     }
 
 

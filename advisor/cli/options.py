@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import tempfile
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -168,6 +171,43 @@ loader = option(
     type=click.Choice(sorted(LOADER)),
 )
 json_option = option("--json", "One JSON document on stdout.", "as_json")
+events_option = option(
+    "--events FILE",
+    "Append each trial, phase and notice to FILE, as a line of JSON; with --json, - is stdout.",
+    type=NEW_FILE,
+)
+JSON_VERSION = 1
+"""Of all JSON. Within a version, fields are only added; `advisor schema` describes them."""
+
+
+def json_line(data: Mapping[str, Any]) -> str:
+    """A document with its version, as a line of JSON; null for a number that is not finite."""
+    line = json.dumps({"version": JSON_VERSION, **data})
+    return json.dumps(json.loads(line, parse_constant=lambda _name: None))
+
+
+def event_writer(file: Path | None) -> Callable[[Mapping[str, Any]], None]:
+    """A function that appends an event to the file of --events. If it cannot be written later, a
+    warning says so, and the measuring goes on. Raises UsageError for '-' without --json."""
+    stdout = str(file) == "-"
+    if stdout and not click.get_current_context().params["as_json"]:
+        raise UsageError("--events -: stdout has the result for people; add --json, or name a file")
+
+    def write(event: Mapping[str, Any]) -> None:
+        nonlocal file
+        if file is None:
+            return
+        # Not blocking: a pipe that nobody reads must not stop the tuning.
+        how = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK
+        try:
+            opened = nullcontext() if stdout else os.fdopen(os.open(file, how, 0o666), "w")
+            with opened as where:
+                click.echo(json_line({**event, "time": time.time()}), where)
+        except OSError as exc:
+            warn(f"--events {file}: {exc.strerror}; no more events are written")
+            file = None
+
+    return write
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +231,7 @@ def json_or_text(command: Callable[..., Parts]) -> Command:
         for part in command(*args, **given):
             if isinstance(part, Output):
                 if as_json:
-                    click.echo(json.dumps(part.data()))
+                    click.echo(json_line(part.data()))
                 click.get_current_context().exit(part.code)
             elif not as_json:
                 click.echo(part) if isinstance(part, str) else console().print(part)

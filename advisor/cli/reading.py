@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections.abc import Iterator
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,7 @@ from advisor.errors import UsageError
 from advisor.frameworks import NAMES
 from advisor.open_store import open_records
 from advisor.report import sections
-from advisor.report.data import as_data, explained
+from advisor.report.document import as_data, explained
 from advisor.report.text import spread
 from advisor.resolve.commands import of_command, served_to_run, state_of
 from advisor.resolve.lookups import look_up
@@ -127,7 +129,8 @@ def _artifacts(records: Records, record: Record) -> Iterator[dict[str, Any]]:
     required=True,
 )
 @options.cache
-def report(key: str, file: Path, cache: str | None) -> None:
+@json_or_text
+def report(key: str, file: Path, cache: str | None) -> Parts:
     """Write the record KEY as one HTML page with charts.
 
     The page has no script and loads nothing from a network.
@@ -136,11 +139,10 @@ def report(key: str, file: Path, cache: str | None) -> None:
     from advisor.report.html import page
 
     text = page(open_records(cache, fallback=True).get(key), cache)
-    if str(file) == "-":
-        click.echo(text)
-    else:
+    if to_file := str(file) != "-":
         write_whole(file, text.encode())
-        click.echo(f"page: {file}")
+    yield f"page: {file}" if to_file else text
+    yield Output(lambda: {"file": str(file)} if to_file else {"html": text})
 
 
 @click.command()
@@ -287,9 +289,21 @@ def env(device: str | None, cache: str | None) -> Parts:
 
 @click.command()
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]), metavar="SHELL")
-def completion(shell: str) -> None:
+@json_or_text
+def completion(shell: str) -> Parts:
     """Print shell completion: eval "$(advisor completion bash)"."""
     kind = get_completion_class(shell)
     assert kind is not None
     whole = click.get_current_context().find_root().command
-    click.echo(kind(whole, {}, "advisor", "_ADVISOR_COMPLETE").source())
+    source = kind(whole, {}, "advisor", "_ADVISOR_COMPLETE").source()
+    yield source
+    yield Output(lambda: {"shell": shell, "source": source})
+
+
+@click.command()
+@json_or_text
+def schema() -> Parts:
+    """Print the JSON Schema of what --json and --events print, by command."""
+    text = resources.files("advisor.report").joinpath("templates/schema.json").read_text()
+    yield text.rstrip()
+    yield Output(lambda: json.loads(text))

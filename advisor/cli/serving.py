@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 
+from advisor.cli import options
 from advisor.cli.options import Number, Output, Parts, json_or_text, option
 from advisor.errors import UsageError
 from advisor.jobs.token import ROLES
@@ -42,7 +43,8 @@ def _port(_context: object, _option: object, text: str) -> int:
     multiple=True,
 )
 @option("--url URL", "Of this server, for workers  [default: its own address]", default="")
-def serve(database: str | None, executors: tuple[str, ...], **where: Any) -> None:
+@options.json_option
+def serve(database: str | None, executors: tuple[str, ...], as_json: bool, **where: Any) -> None:
     """Serve records to a team, and run the jobs that the team submits.
 
     The server runs until SIGTERM or Ctrl-C.
@@ -50,13 +52,18 @@ def serve(database: str | None, executors: tuple[str, ...], **where: Any) -> Non
     from advisor import __version__
 
     run, opened = _server(database)
-    run.serve(opened, run.Where(**where), __version__, _say, executors)
+    say = _say_json if as_json else _say
+    run.serve(opened, run.Where(**where), __version__, say, executors)
 
 
 def _say(address: str, token: str | None) -> None:
     if token is not None:
         click.echo(f"admin token, shown this once: {token}")
     click.echo(f"serving on {address}")
+
+
+def _say_json(address: str, token: str | None) -> None:
+    click.echo(options.json_line({"address": address, "admin_token": token}))
 
 
 @click.command()

@@ -60,6 +60,7 @@ MAX_REASON = 500
 ONLY_BASELINE = 3
 """The exit code of `advisor tune --for` if its budget left time for the baseline only."""
 _POLL_S = 0.1
+REPORTED = ("number", "what", "batch", "samples_per_s", "ratio", "outcome", "origin")  # of a trial
 _SECRET = ("ADVISOR_", "RAY_AUTH_", "RAY_JOB_CONFIG_JSON_ENV_VAR")
 """Prefixes of variables that submitted code does not get. Ray copies variables into the last."""
 _OVER, _REJECTIONS = (401, 403, 404, 409), (400, 413, 422)
@@ -143,7 +144,7 @@ class AttemptClient:
 
 
 def new_trials(path: Path, at: int) -> tuple[list[dict[str, Any]], int]:
-    """Returns (the JSON of the next complete lines after byte `at`; where they end)."""
+    """Returns (the trials in the next complete lines after byte `at`; where these lines end)."""
     found = []
     with path.open("rb") as file:
         file.seek(at)
@@ -151,7 +152,9 @@ def new_trials(path: Path, at: int) -> tuple[list[dict[str, Any]], int]:
             if line.endswith(b"\n"):
                 at += len(line)
                 with contextlib.suppress(ValueError):
-                    found.append(json.loads(line))
+                    event = json.loads(line)
+                    if event.get("event", "trial") == "trial":
+                        found.append({name: event[name] for name in REPORTED if name in event})
     return found, at
 
 

@@ -1,22 +1,14 @@
-"""A record's output: tables and charts for a terminal and a page, and JSON."""
+"""A record's output: tables and charts for a terminal and a page."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple
 
-import msgspec
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.table import Table as RichTable
 from rich.text import Text
-
-from advisor.cache.codec import to_plain
-from advisor.cache.record import Record
-from advisor.command_snippets import script_line
-
-if TYPE_CHECKING:
-    from advisor.tuners.act.advice_usage import Served
 
 FULL_WIDTH = 100
 """A terminal with fewer columns leaves out the `spare` columns of a table."""
@@ -151,24 +143,3 @@ class Report(NamedTuple):
     stale: str
     facts: Sequence[tuple[str, str]]
     sections: Sequence[Section]
-
-
-def as_data(record: Record, cache: str | None) -> dict[str, Any]:
-    """A record as JSON, with its id and the line for a script."""
-    return {"id": record.id, "script": script_line(record, cache), **to_plain(record)}
-
-
-def explained(served: Served, batch_size: int | None) -> dict[str, Any]:
-    """The result of a lookup and the reason for it, as JSON."""
-    data: dict[str, Any] = {
-        "status": served.status,
-        "reason": served.reason,
-        "config": dict(served.config),
-        "batch_size": batch_size,
-        "record": served.record.id if served.record else None,
-    }
-    if found := served.explanation:
-        data["stores"] = [{"url": url, "said": said} for url, said in found.stores]
-        data["refused"] = list(found.refused)
-        data["near_misses"] = msgspec.to_builtins(found.near_misses)
-    return data

@@ -5,14 +5,13 @@ Lines are printed only between measurements: a ticking clock would slow down a C
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from pathlib import Path
 from textwrap import shorten
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from advisor.arguments import OnEvent, trial_event
 from advisor.cache.config import Config
 from advisor.cache.shown import interval, tells, times
 from advisor.report.text import WRONG, duration, outcome, rate
@@ -30,11 +29,13 @@ class Shown(Progress):
     """Progress on a console (standard error).
 
     Args:
-        events: a file to which each trial is appended, as a line of JSON.
+        events: called with each event of `advisor.tune`; a trial has more fields.
     """
 
-    def __init__(self, console: Console, *, budget_s: float, events: Path | None = None) -> None:
-        self._console, self._events, self._budget_s = console, events, budget_s
+    def __init__(
+        self, console: Console, *, budget_s: float, events: OnEvent = lambda _event: None
+    ) -> None:
+        self._console, self.events, self._budget_s = console, events, budget_s
         self._best = Config()
 
     def visited(self, done: JournaledTrial, what: str, best: Config, left_s: float) -> None:
@@ -43,21 +44,22 @@ class Shown(Progress):
             self._best = best
             parts.append("the best so far")
         parts.append(f"{duration(left_s)} left of {duration(self._budget_s)}")
-        self.phase("  ".join(filter(None, parts)))
-        if self._events is not None:
-            with self._events.open("a") as file:
-                file.write(json.dumps(_event(done, what)) + "\n")
+        self.output("  ".join(filter(None, parts)) + "\n")
+        self.events(trial_event(done, best, left_s) | _more(done, what))
 
     def phase(self, what: str) -> None:
         self.output(f"{what}\n")
+        self.events({"event": "phase", "text": what})
 
     def notice(self, text: str) -> None:
-        self.phase(f"advisor: {text}")
+        self.output(f"advisor: {text}\n")
+        self.events({"event": "notice", "text": text})
 
     def warning(self, text: str) -> None:
         quiet, self._console.quiet = self._console.quiet, False
-        self.notice(text)
+        self.output(f"advisor: {text}\n")
         self._console.quiet = quiet
+        self.events({"event": "warning", "text": text})
 
     def output(self, text: str) -> None:
         self._console.print(text, end="", highlight=False, markup=False, soft_wrap=True)
@@ -82,16 +84,16 @@ def _result(done: JournaledTrial) -> Iterator[str]:
     yield f"{times(ratio.mean)}  {' '.join(notes)}".rstrip()
 
 
-def _event(done: JournaledTrial, what: str) -> dict[str, object]:
-    """A trial as an object for the file of --events."""
+def _more(done: JournaledTrial, what: str) -> dict[str, object]:
+    """What the event of a trial has in the file of --events; `outcome`: '', or why it failed."""
     trial, measured = done.trial, done.trial.measurement
     wrong = WRONG if done.compared and done.compared.outcome == "wrong" else ""
     return {
-        "number": trial.number,
         "what": what,
         "batch": trial.config.batch or None,
         "samples_per_s": measured.samples_per_s if measured.ok else 0.0,
         "ratio": done.ratio.mean if measured.ok else 0.0,
         "outcome": outcome(measured) or wrong,
+        "compared": done.compared.outcome if done.compared else None,
         "origin": trial.origin,
     }

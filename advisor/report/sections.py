@@ -169,7 +169,7 @@ def use(
 def nothing_to_gain(record: Record) -> str:
     """What to do with a record that advises nothing."""
     how = "run it as usual" if record.key.task.command else "train as usual"
-    if _undecided(record):
+    if is_undecided(record):
         untold = f"Could not tell what gains on this machine; {how}."
         if record.provenance.effort == CUT_SHORT:  # a line has said what to do
             return untold
@@ -177,7 +177,7 @@ def nothing_to_gain(record: Record) -> str:
     return f"Nothing measured clearly gains on this machine; {how}."
 
 
-def _undecided(record: Record) -> bool:
+def is_undecided(record: Record) -> bool:
     """Whether a tuning that advises nothing was too short or too noisy to tell what gains."""
     return not advises(record) and record.compares and not is_clear(record)
 
@@ -226,7 +226,9 @@ def remarks(record: Record) -> Iterator[str]:
         why = "measured for long enough" if others else "tried"
         yield f"No other config was {why}: the advice is {name}."
     elif advised == baseline:
-        none = "Too noisy to tell what is" if _undecided(record) else "Nothing measured is clearly"
+        none = (
+            "Too noisy to tell what is" if is_undecided(record) else "Nothing measured is clearly"
+        )
         yield f"{none} faster at your batch: the advice is {name}."
     if doubtful(record):
         yield f"{DOUBTFUL}."
@@ -325,7 +327,7 @@ def listing(
             state = f"stale: {', '.join(why)}"
         elif doubtful(record):
             state = "doubtful: the host was busy"
-        elif _undecided(record):
+        elif is_undecided(record):
             told, state = False, "could not tell what gains"
         table.row(
             record.id,

@@ -19,6 +19,7 @@ from advisor.errors import StoreError, UsageError
 from advisor.open_store import open_records
 from tests.cache import examples
 from tests.cache.examples import ENVIRONMENT, record
+from tests.face.commands import check_document
 
 GOOD, INFER, SMALL = record(), record(key=examples.INFER), record(key=examples.SMALL)
 NEWER = replace(GOOD, provenance=replace(GOOD.provenance, created=1.72e9))
@@ -32,6 +33,8 @@ def url(tmp_path: Path) -> str:
 def run(*words: str, code: int = 0) -> str:
     done = CliRunner().invoke(cli, words, catch_exceptions=False)
     assert done.exit_code == code, done.output
+    if "--json" in words:
+        check_document(words[0], done.stdout.splitlines()[-1])
     return done.output
 
 
@@ -132,7 +135,7 @@ def test_failed_removals_are_reported(url: str, monkeypatch: pytest.MonkeyPatch)
     assert stays in output
     output = run("forget", GOOD.id, "--cache", url, "--json", code=1)
     assert stays in output and "forgetting" not in output
-    assert json.loads(output.splitlines()[-1]) == {"forgotten": [], "damaged": 0}
+    assert json.loads(output.splitlines()[-1]) == {"version": 1, "forgotten": [], "damaged": 0}
 
 
 @pytest.mark.parametrize(

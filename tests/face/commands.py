@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 import os
@@ -15,8 +16,10 @@ from pathlib import Path
 from typing import Any, TextIO
 from unittest import mock
 
+import jsonschema
 import pytest
 
+import advisor as package
 from advisor.cli import main
 from tests import forks
 
@@ -99,7 +102,36 @@ def advisor(folder: Path, *arguments: str, process: bool = False, **env: str) ->
                 code = main(list(arguments))
             except SystemExit as exc:  # click ends a completion this way
                 code = int(exc.code or 0)
-        return Done(arguments, code, _read(out), _read(err))
+        done = Done(arguments, code, _read(out), _read(err))
+    if "--json" in arguments[: arguments.index("--") if "--" in arguments else None]:
+        check_document(arguments[0], done.stdout.splitlines()[-1])
+    return done
+
+
+def check_document(name: str, line: str) -> Any:
+    """A line of JSON, parsed: the document `name` of `advisor schema`, or an error, and no more."""
+    document = json.loads(line, parse_constant=lambda constant: pytest.fail(constant))
+    _validator("error" if "error" in document else name).validate(document)
+    return document
+
+
+@functools.cache
+def _validator(name: str) -> jsonschema.Draft202012Validator:
+    """Validates strictly what `advisor schema` calls `name`."""
+    file = Path(str(package.__file__)).with_name("report") / "templates" / "schema.json"
+    definitions = json.loads(file.read_text())["$defs"]
+    extended = ("Record", "Job", "served")  # some documents add fields to these
+
+    def close(schema: Any, name: str = "") -> None:
+        if isinstance(schema, dict) and isinstance(schema.get("properties"), dict):
+            schema["unevaluatedProperties"] = name in extended
+        for part in schema.values() if isinstance(schema, dict) else schema:
+            if isinstance(part, dict | list):
+                close(part)
+
+    for one, schema in definitions.items():
+        close(schema, one)
+    return jsonschema.Draft202012Validator({"$ref": f"#/$defs/{name}", "$defs": definitions})
 
 
 def run_json(folder: Path, command: str, *arguments: str) -> Any:

@@ -299,7 +299,7 @@ def test_a_target_and_a_command_have_separate_records(here: Path, searched: list
     assert (run["status"], first["id"]) == ("tuned", target["id"]), "they share a key"
     assert first["provenance"]["study"] != target["provenance"]["study"]
     done = advisor(here, "tune", "--json", "--", *b)
-    assert json.loads(done.stdout) == {"status": "known", "record": first}
+    assert json.loads(done.stdout).items() >= {"status": "known", "record": first}.items()
     assert f"tuned before as {' '.join(a)}, which trains the same" in done.stderr
     assert run_json(here, *TUNE)["record"] == target, "--force must keep the target's record"
     assert len(searched) == 2

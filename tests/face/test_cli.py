@@ -28,7 +28,7 @@ from advisor.tuners.measure.runner import Compared
 from advisor.tuners.measure.worker import parent
 from advisor.tuners.target import origin_of
 from tests.cache import examples
-from tests.face.commands import MODEL, SHAPE, advisor, offer_bf16
+from tests.face.commands import MODEL, SHAPE, advisor, check_document, offer_bf16
 from tests.face.unmeasured import FakeWorker, fake_worker
 
 TUNE = ("tune", "model.py", "--shape", SHAPE, "--device", "cpu", "--effort", "quick")
@@ -51,10 +51,12 @@ def test_a_record_is_tuned_shown_and_forgotten(
     assert first["id"].endswith("@4")
 
     before, *lines = events.read_text().splitlines()
-    parsed = [json.loads(line) for line in lines]
+    told = [check_document("event", line) for line in lines]
+    parsed = [one for one in told if one["event"] == "trial"]
     assert before == "of another day" and len(parsed) == 3
-    fields = {"number", "what", "batch", "samples_per_s", "ratio", "outcome", "origin"}
-    assert all(set(one) == fields and one["outcome"] == "" for one in parsed)
+    assert all(one["outcome"] == "" for one in parsed)
+    assert (told[-1]["event"], told[-1]["record"]) == ("result", first["id"])
+    assert told[-1]["advice"] == first["advice"]
     assert [parsed[0][name] for name in ("number", "batch", "ratio")] == [0, 4, 1.0]
     half = next(one for one in parsed if "bf16" in one["what"])
     assert half["ratio"] == pytest.approx(1.5, rel=0.1)
@@ -69,7 +71,7 @@ def test_a_record_is_tuned_shown_and_forgotten(
     assert all(word in listed for word in (*words, foreign.id, "NVIDIA H200", "3x256x256"))
     words = ("torch default", "samples/s", "first step", "advisor.apply(")
     assert all(word in whole for word in words)
-    more = {"signed": True, "artifacts": [], "store": store.url}
+    more = {"version": 1, "signed": True, "artifacts": [], "store": store.url}
     assert json.loads(advisor(tmp_path, "show", first["id"], "--json").stdout) == first | more
     rows = json.loads(advisor(tmp_path, "show", "--json").stdout)
     shown = [(row["id"], row["stale"]) for row in rows["records"]]
@@ -78,7 +80,7 @@ def test_a_record_is_tuned_shown_and_forgotten(
     # `forget` also removes the journal, so that the next tuning does not continue it.
     assert list(store.studies.glob("*.journal"))
     gone = advisor(tmp_path, "forget", first["id"][:6], "--json")
-    assert json.loads(gone.stdout) == {"forgotten": [first["id"]], "damaged": 0}
+    assert json.loads(gone.stdout) == {"version": 1, "forgotten": [first["id"]], "damaged": 0}
     assert not list(store.studies.glob("*.journal"))
 
 

@@ -23,6 +23,7 @@ from advisor.bootstrap import INJECTED
 from advisor.cache.config import Config
 from advisor.errors import TargetFailed, WorkerError
 from advisor.open_store import open_records
+from advisor.tuners import host
 from advisor.tuners.act.pilot.protocol import TRAINING_OVER, UNCLEAR, BlockRequest
 from advisor.tuners.act.pilot.script_facts import ScriptFacts
 from advisor.tuners.measure.run import run as running
@@ -249,6 +250,37 @@ def test_a_killed_compiler_leaves_no_partial_file() -> None:
     until(half.exists)
     command.end()
     assert not half.exists()
+
+
+SRUN = """#!/bin/bash
+trap 'echo $1 >> ended; exit 143' TERM
+touch $1
+while true; do read -t 0.05 < /dev/zero; done
+"""
+
+
+def test_srun_ends_its_own_tasks() -> None:
+    """They are no descendants. The shell does not go on with its next line meanwhile."""
+    srun = Path("srun")
+    srun.write_text(SRUN)
+    srun.chmod(0o755)
+    words = ["/bin/bash", "-c", "./srun first; ./srun second"]
+    command = GuardedProcess(words, log=None, environment=os.environ)
+    until(Path("first").exists)
+    command.end()
+    assert Path("ended").read_text() == "first\n" and not Path("second").exists()
+
+
+def test_a_signal_to_every_process_leaves_the_guard() -> None:
+    """Slurm sends it so. The script may catch it; the tuning process decides what follows."""
+    waits = "trap 'exit 7' INT; touch begun; while true; do read -t 0.05 < /dev/zero; done"
+    command = GuardedProcess(["/bin/bash", "-c", waits], log=None, environment=os.environ)
+    until(Path("begun").exists)
+    for process in host.family(command.pid):
+        os.kill(process, signal.SIGINT)
+    until(lambda: command.ended)
+    assert command.exit_report()[0] == 7
+    command.end()
 
 
 # Errors

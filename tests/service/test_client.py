@@ -288,7 +288,7 @@ def test_jobs_logs_and_cancel_commands(remote: LiveServer, project: Path, adviso
     assert "2 x H100, submitted by a submit just now" in advisor("jobs", "1").stdout
     assert "attempt 1 failed on local:here GPU 0" in advisor("jobs", "1").stdout
     assert advisor("logs", "1").stdout == "trial 1\n"
-    assert json_of(advisor("logs", "1", "--json")) == {"id": 1, "log": "trial 1\n"}
+    assert json_of(advisor("logs", "1", "--json")) == {"version": 1, "id": 1, "log": "trial 1\n"}
     followed = advisor("logs", "-f", "1")
     assert (followed.returncode, followed.stdout) == (1, "trial 1\n")
     assert followed.stderr == "job 1 failed: no loss\n"

@@ -7,7 +7,6 @@ import contextlib
 import ctypes
 import http.client
 import itertools
-import json
 import os
 import re
 import signal
@@ -33,6 +32,7 @@ from advisor.service.run import Where, new_token
 from advisor.service.schema import Item
 from tests.cache import servers
 from tests.cache.examples import KEY, changed, record
+from tests.face.commands import check_document
 from tests.forks import until
 from tests.service.serving import ask, serving
 from tests.service.test_records import packed
@@ -259,7 +259,7 @@ def test_the_token_command_needs_an_initialised_database(
     assert capsys.readouterr().err.count("no server has used it; run advisor serve first\n") == 2
     with serving(sqlite_url) as server:
         assert main(make) == 0
-        made = json.loads(capsys.readouterr().out)
+        made = check_document("token", capsys.readouterr().out.splitlines()[-1])
         made["token"] = new_token(Database(sqlite_url), "gpu-01", "worker", 30)
         monkeypatch.setenv("ADVISOR_TOKEN", made["token"])
         open_store(server.url).check_writable()

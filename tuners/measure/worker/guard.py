@@ -30,6 +30,8 @@ WATCH_S = 0.1  # seconds between two checks of the worker and the memory in use
 FAMILY_S = 1.0  # seconds between two searches for descendants: each reads all of /proc
 COMPILERS = ("g++", "gcc", "c++", "cc", "clang++", "clang")
 COMPILERS_S = 0.2  # seconds to remove half-written files, which torch.compile would load later
+STEP_LAUNCHERS = ("srun",)  # their tasks are no descendants; told to end, they end these first
+STEP_LAUNCHERS_S = 10.0  # seconds for that, at most; on an idle node it takes one or two
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
@@ -44,6 +46,8 @@ class Guard:
         host.control(_PR_SET_CHILD_SUBREAPER, 1)
         resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # or waitpid would not report its end
+        # Slurm sends a signal to every process of a job; Ctrl-C is the tuning process's to handle.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
         self._output, theirs = os.pipe()
         os.set_blocking(self._output, False)
         self._worker = self._start(command, theirs)
@@ -59,6 +63,7 @@ class Guard:
         if process:
             return process
         try:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
             os.setsid()
             host.control(_PR_SET_PDEATHSIG, signal.SIGKILL)
             if os.getppid() != guard:
@@ -113,11 +118,11 @@ class Guard:
 
     def _end(self) -> None:
         """End all descendants; repeat until none are left, as they may fork meanwhile."""
-        compilers = [one for one in host.family(os.getpid())[1:] if host.name(one) in COMPILERS]
-        for process in compilers:
-            _kill(process, signal.SIGTERM)
-        if compilers:
-            time.sleep(COMPILERS_S)
+        self._warn(self._named(COMPILERS), COMPILERS_S)
+        if launchers := self._named(STEP_LAUNCHERS):
+            for process in {*host.family(os.getpid())[1:]} - {*launchers}:
+                _kill(process, signal.SIGKILL)  # or a script would start its next launcher
+            self._warn(launchers, STEP_LAUNCHERS_S)
         _kill(-self._worker, signal.SIGKILL)
         while True:
             self._reap()
@@ -127,6 +132,19 @@ class Guard:
             for process in others:
                 _kill(process, signal.SIGKILL)
             time.sleep(0.002)
+
+    def _named(self, names: tuple[str, ...]) -> list[int]:
+        return [one for one in host.family(os.getpid())[1:] if host.name(one) in names]
+
+    def _warn(self, processes: list[int], most_s: float) -> None:
+        """Have processes end by themselves, in `most_s` seconds at most."""
+        for process in processes:
+            _kill(process, signal.SIGTERM)
+        until = time.monotonic() + most_s
+        while time.monotonic() < until and any(map(host.name, processes)):
+            self._reap()
+            self._drain()
+            time.sleep(0.01)
 
     def _drain(self) -> None:
         # Bounded: a worker that prints without end must not keep the guard from everything else.
