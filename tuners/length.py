@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -59,7 +60,7 @@ def break_even(paces: Sequence[Pace]) -> list[tuple[int, int]]:
 def _overtakes(slow: Pace, fast: Pace) -> int:
     """The first number of steps at which `fast` takes less time than `slow`."""
     start = (fast.first_step_s - slow.first_step_s) / (slow.step_s - fast.step_s)
-    return max(1, math.floor(start) + 2)
+    return max(1, math.floor(min(start, sys.float_info.max)) + 2)
 
 
 def first_step_seen(trials: Sequence[Trial], config: Config, paying: Collection[str]) -> float:
