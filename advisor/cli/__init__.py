@@ -105,8 +105,8 @@ def main(arguments: list[str] | None = None) -> int:
         full = f"output: {exc.strerror}"
         return FAILED if exc.errno == errno.EPIPE else refuse(full, FAILED, "OSError")
     except (KeyboardInterrupt, click.Abort):
-        again = "interrupted; to continue, run the same command again"
-        return refuse(again, INTERRUPTED, "Interrupted")
+        again = "; to continue, run the same command again" * (words[:1] in (["tune"], ["fit"]))
+        return refuse(f"interrupted{again}", INTERRUPTED, "Interrupted")
 
 
 def _refuse(message: str, code: int, kind: str, *, as_json: bool) -> int:
