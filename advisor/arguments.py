@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 from advisor.cache.config import Config, Value
 from advisor.cache.settings import Cache
 from advisor.errors import UsageError, check_type
+from advisor.store import Store
 from advisor.tuners.search.plan import Progress
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from advisor.store import Store
     from advisor.tuners.search.journal import JournaledTrial
 
 OnEvent = Callable[[Mapping[str, Any]], None]
@@ -155,8 +155,6 @@ def split(what: str | Model | Sequence[str] | None) -> tuple[Model, tuple[str, .
 
 def urls_of(store: Store | Cache) -> Cache:
     """The URLs of the `store` argument of a public function; None for the default stores."""
-    from advisor.store import Store
-
     return (store.urls or None) if isinstance(store, Store) else store
 
 

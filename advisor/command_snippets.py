@@ -22,12 +22,16 @@ from advisor.cache.stores import open_stores
 from advisor.cache.task import Task, changed, rows, shell
 from advisor.errors import UsageError
 from advisor.open_store import Cache
+from advisor.tuners import environment
+from advisor.tuners.fingerprint import is_library, unwrapped
+from advisor.tuners.knobs import INPUT_PIPELINE, KNOBS, WORKERS
+from advisor.tuners.search.plan import Plan
+from advisor.tuners.target import Spec, origin_of, parse
 
 if TYPE_CHECKING:
     from torch import nn
 
     from advisor.resolve.request import Request
-    from advisor.tuners.target import Spec
 
 _PERMITTED = [field.name for field in dataclasses.fields(Permit)]
 MAX_DEPTH, MAX_FOLDERS = 3, 500
@@ -80,8 +84,6 @@ def _shell_line(*words: str, run: Sequence[str] = ()) -> str:
 
 def _mapped(record: Record, *, free: bool = False) -> list[str]:
     """The --map options for the knobs that the advice sets through options of the command."""
-    from advisor.tuners.knobs import KNOBS
-
     changes = record.winner(PILOT, free=free).config.changed(record.baseline.config)
     wanted = {
         knob.mapped for knob in KNOBS if knob.name in changes or (free and knob.name == BATCH)
@@ -92,8 +94,6 @@ def _mapped(record: Record, *, free: bool = False) -> list[str]:
 
 def _loader(record: Record) -> list[str]:
     """--loader override, if the advice changes the workers that the script sets itself."""
-    from advisor.tuners.knobs import INPUT_PIPELINE, WORKERS
-
     default = record.baseline.config
     changes = record.winner(PILOT).config.changed(default).only(*INPUT_PIPELINE)
     own = default.get(WORKERS) or settings.is_on("ADVISOR_OVERRIDE_LOADER")
@@ -120,8 +120,6 @@ def _cache(cache: Cache) -> list[str]:
 
 
 def tune_again(record: Record, cache: Cache = None) -> str:
-    from advisor.tuners.search.plan import Plan
-
     made = record.provenance
     effort = made.effort if made.effort in EFFORTS else "normal"
     plan = Plan(effort=effort, steps=made.steps or None, duration_s=made.duration_s or None)
@@ -166,8 +164,6 @@ def tune_first(request: Request, near: Record | None) -> str:
 def _class_of(model: nn.Module, arguments: Mapping[str, Any]) -> tuple[str, str]:
     """(Target such as 'nets/model.py:Net', remark about missing arguments or ''). The target is ''
     if the class is in no file of this project, or does not take `arguments`."""
-    from advisor.tuners.fingerprint import is_library, unwrapped
-
     kind = type(unwrapped(model))
     try:
         file = Path(inspect.getsourcefile(kind) or "").resolve()
@@ -194,16 +190,12 @@ def local_task(record: Record) -> Task:
 
 def _named(device: str) -> str:
     """'cpu' if the device is a CPU and not this machine's default; else ''."""
-    from advisor.tuners.environment import default_device
-
-    return "cpu" if device == "cpu" and default_device() != "cpu" else ""
+    return "cpu" if device == "cpu" and environment.default_device() != "cpu" else ""
 
 
 def local_target(record: Record) -> str:
     """A record's target, as a path from the current folder: its own file in or below that folder,
     else a copy of the file in it; the recorded name if there is neither."""
-    from advisor.tuners.target import origin_of, parse
-
     name, origin = record.target.name, record.target.origin
     file, colon, attribute = name.partition(":")
     if not origin or not file.endswith(".py"):
@@ -241,18 +233,14 @@ def _folders(top: Path) -> tuple[Path, ...]:
 
 def device_for(record: Record) -> str:
     """This machine's device for the record: 'cpu' if the record is of a CPU, else the default."""
-    from advisor.tuners.environment import default_device
-
-    return "cpu" if record.key.environment.device.kind == "cpu" else default_device()
+    is_cpu = record.key.environment.device.kind == "cpu"
+    return "cpu" if is_cpu else environment.default_device()
 
 
 def staleness(record: Record) -> list[Difference]:
     """Changes since the record was measured, including those of its target's code if the file is
     found (modules are not searched). [] for a record of another device."""
-    from advisor.tuners.environment import detect
-    from advisor.tuners.target import parse
-
-    found, now = [], detect(device_for(record))
+    found, now = [], environment.detect(device_for(record))
     if now.device != record.key.environment.device:
         return []
     text = local_target(record)

@@ -9,6 +9,8 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from filelock import FileLock, Timeout
+
 from advisor.cache.artifacts import Purpose
 from advisor.cache.config import Config
 from advisor.cache.key import fingerprint
@@ -22,6 +24,8 @@ from advisor.cache.signing import own_folder
 from advisor.cache.stores import ByteStore, Remote
 from advisor.cache.stores.filesystem import REMEDY, make_folder, study_file
 from advisor.errors import Busy, StoreDamaged, StoreError
+from advisor.tuners.environment import cuda_index, gpus
+from advisor.tuners.knobs import described
 from advisor.tuners.search.plan import Progress
 
 HOST = "cpu"
@@ -67,7 +71,6 @@ def keep_artifacts(
     progress: Progress,
 ) -> None:
     """Store the compiled code of a record's configs in the record's store."""
-    from advisor.tuners import knobs
     from advisor.tuners.act.artifacts import saved
 
     artifacts, where = records.artifacts, record.key.environment
@@ -75,7 +78,7 @@ def keep_artifacts(
         if (found := saved(file)) is None:
             continue
         tools, data = found
-        what = knobs.described(config, record.baseline.config)
+        what = described(config, record.baseline.config)
         try:
             kept = artifacts.keep(data, Purpose.of(record, config, where, tools), store)
         except StoreError as exc:
@@ -135,8 +138,6 @@ def measuring(records: Records, what: Sequence[str], devices: Sequence[str]) -> 
 
 def lock_names(device: str | None = None) -> list[str]:
     """[UUID] of the GPU called `device`, or [HOST]. None: of all devices that a command may use."""
-    from advisor.tuners.environment import cuda_index, gpus
-
     if device == "cpu":
         return [HOST]
     found = [one.uuid for one in gpus()]
@@ -152,8 +153,6 @@ def locked(
 ) -> Iterator[None]:
     """Context manager: holds the lock `name` in a folder. Raises Busy with a message that ends with
     `said` if another process holds it, StoreError if the folder cannot be written or is a link."""
-    from filelock import FileLock, Timeout
-
     lock, holder = FileLock(study_file(folder, f"{name}.lock")), study_file(folder, f"{name}.pid")
     try:
         make_folder(folder)

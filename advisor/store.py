@@ -6,16 +6,16 @@ import os
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from advisor.cache import exchange, garbage
+from advisor.cache.exchange import CopyResult
 from advisor.cache.record import Record, Wanted, every
+from advisor.cache.records import Records
 from advisor.cache.settings import Cache, cache_urls
-from advisor.errors import check_type
-
-if TYPE_CHECKING:
-    from advisor.cache.exchange import CopyResult
-    from advisor.cache.garbage import Garbage
-    from advisor.cache.records import Records
+from advisor.cache.stores import open_stores
+from advisor.cache.stores.url import without_password
+from advisor.errors import AdvisorWarning, StoreError, check_type
+from advisor.open_store import open_records
 
 
 class Store:
@@ -38,8 +38,6 @@ class Store:
         self.urls = cache_urls(url)
 
     def __repr__(self) -> str:
-        from advisor.cache.stores.url import without_password
-
         return f"Store({', '.join(map(without_password, self.urls)) or None!r})"
 
     def records(self) -> list[Record]:
@@ -55,8 +53,6 @@ class Store:
         Raises:
             NoRecord: `only` is true for no record.
         """
-        from advisor.cache import exchange
-
         file, records = _file(path, only), self._open()
         count = exchange.export(records, file, only)
         _warn(records)
@@ -69,8 +65,6 @@ class Store:
         Raises:
             UsageError: there is no such file.
         """
-        from advisor.cache import exchange
-
         return list(exchange.unpack(_file(path, only), self._open(), only)[1])
 
     def sync(
@@ -82,26 +76,19 @@ class Store:
         Raises:
             UsageError: this or `other` is several stores, or both are the same store.
         """
-        from advisor.cache import exchange
-        from advisor.cache.stores import open_stores
-        from advisor.open_store import open_records
-
         check_type("only", only, Callable, "a function of a record")
         target = other if isinstance(other, Store) else Store(other)
         sides = (side.urls or (open_stores()[0].url,) for side in (self, target))
         urls = [url for side in sides for url in side]
         return list(exchange.sync(open_records(urls), only))
 
-    def prune(self, *, dry_run: bool = True) -> list[Garbage]:
+    def prune(self, *, dry_run: bool = True) -> list[garbage.Garbage]:
         """Find superseded records and unused artifacts among those that you measured.
         Returns them; with `dry_run=False`, also removes them.
 
         Raises:
             StoreError: also if an item cannot be removed; the other items are removed.
         """
-        from advisor.cache import garbage
-        from advisor.errors import StoreError
-
         records = self._open()
         going = garbage.find_garbage(records)
         _warn(records)
@@ -112,8 +99,6 @@ class Store:
         return going
 
     def _open(self) -> Records:
-        from advisor.open_store import open_records
-
         return open_records(self.urls or None)
 
 
@@ -126,8 +111,6 @@ def _file(path: str | os.PathLike[str], only: Wanted) -> Path:
 
 def _warn(records: Records) -> None:
     """Warn in one line of stores and records that could not be read."""
-    from advisor.errors import AdvisorWarning
-
     lines = [*records.unreachable, *(f"record {line}" for line in records.damaged)]
     if lines:
         more = f"; {len(lines) - 1} more cannot be read, see advisor show" if lines[1:] else ""

@@ -14,6 +14,8 @@ from advisor.cache.config import BATCH, Config
 from advisor.cache.key import Environment
 from advisor.cache.record import Record
 from advisor.cache.task import Task
+from advisor.tuners.act.pilot.script_facts import micro_batches
+from advisor.tuners.knobs import TORCH
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +64,6 @@ class Setup:
     def accumulation(self) -> tuple[int, int] | None:
         """Returns (samples in one call of the model in one process, 0 if unknown; calls in each
         process per batch of the user); None if no number of calls makes up that batch."""
-        from advisor.tuners.act.pilot.script_facts import micro_batches
-
         size, micro = self.config.batch or self.batch, micro_batches(self.task)
         parts, rest = divmod(self.batch, size) if size < self.batch else (1, 0)
         if rest:
@@ -90,7 +90,6 @@ class Framework:
         differs: knobs whose default in the framework may differ from torch's: their rows also get
             torch's default.
         notes: lines on what the framework does differently from the measurement.
-        makes_loader: whether the framework makes the DataLoader, and takes a batch size.
     """
 
     title: str
@@ -99,12 +98,9 @@ class Framework:
     devices: Mapping[str, Mapping[str, object]]
     differs: Collection[str] = ()
     notes: Callable[[Setup], list[str]] = lambda _setup: []
-    makes_loader: bool = False
 
     def setup(self, record: Record, config: Config, batch: int | None = None) -> Setup:
         """A config's Setup; `batch`: the user's batch size, if it is not the record's."""
-        from advisor.tuners.knobs import TORCH
-
         device = record.key.environment.device.kind
         setup = Setup(record, config, batch or record.batch, settings={**self.devices[device]})
         # The task's baseline may differ from torch's default, for example by determinism.

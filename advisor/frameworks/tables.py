@@ -173,7 +173,6 @@ hf = Framework(
     },
     devices={"cuda": {}, "cpu": {"use_cpu": True}},
     differs=("precision", "fused_optimizer", "num_workers", "pin_memory"),
-    makes_loader=True,
 )
 
 
@@ -248,7 +247,6 @@ timm = Framework(
     devices={"cuda": {"device": "cuda"}, "cpu": {"device": "cpu"}},
     differs=("num_workers",),
     notes=_timm_notes,
-    makes_loader=True,
 )
 
 
