@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 from advisor.bootstrap import OTHER_TREE
-from advisor.errors import UsageError, printable
+from advisor.errors import UsageError
+from advisor.jobs.code_archive import git
 from advisor.tuners.scratch import ScratchFolder
 from advisor.two_commands import Side
 
@@ -23,18 +22,18 @@ def worktree_of(ref: str, command: tuple[str, ...]) -> Iterator[tuple[tuple[Side
     current tree where the commit has none of that name. Caches of compiled Python are not. Raises
     UsageError if there is no such commit, or the current folder is in no repository, or not in it.
     """
-    root = Path(_git(f"--ref {ref!r} needs a git repository", "rev-parse", "--show-toplevel"))
-    below = _git("--ref", "rev-parse", "--show-prefix")
+    root = Path(git(f"--ref {ref!r} needs a git repository", "rev-parse", "--show-toplevel"))
+    below = git("--ref", "rev-parse", "--show-prefix")
     unknown = f"--ref {ref!r}: no such branch, tag or commit; see git branch -a"
-    commit = _git(unknown, "rev-parse", "--verify", "--end-of-options", f"{ref}^{{commit}}")
-    changes = _git("--ref", "status", "--porcelain", "--untracked-files=no").splitlines()
-    others = _git("--ref", "-C", str(root), "ls-files", "--others", "--directory", "-z")
+    commit = git(unknown, "rev-parse", "--verify", "--end-of-options", f"{ref}^{{commit}}")
+    changes = git("--ref", "status", "--porcelain", "--untracked-files=no").splitlines()
+    others = git("--ref", "-C", str(root), "ls-files", "--others", "--directory", "-z")
     with ScratchFolder() as scratch:
         tree = scratch / "tree"
         # Without the user's hooks, which are for the user's own checkouts.
         add = ("-c", "core.hooksPath=/dev/null", "worktree", "add", "--quiet", "--detach")
         try:
-            _git(f"--ref {ref!r}", *add, str(tree), commit)
+            git(f"--ref {ref!r}", *add, str(tree), commit)
             if not (tree / below).is_dir():
                 raise UsageError(f"--ref {ref!r}: that commit has no folder {below!r}")
             for name in filter(None, others.split("\0")):
@@ -49,16 +48,4 @@ def worktree_of(ref: str, command: tuple[str, ...]) -> Iterator[tuple[tuple[Side
             yield (first, second), f"{said}; files that git does not track are the same for both"
         finally:
             with contextlib.suppress(UsageError):  # it was not added
-                _git("--ref", "-C", str(root), "worktree", "remove", "--force", str(tree))
-
-
-def _git(what: str, *words: str) -> str:
-    """The output of a git command. Raises UsageError with git's reason, after `what`."""
-    try:
-        done = subprocess.run(
-            ["git", *words], stdin=subprocess.DEVNULL, capture_output=True, check=True
-        )
-    except (OSError, subprocess.CalledProcessError) as exc:
-        said = os.fsdecode(getattr(exc, "stderr", b"")) or "git is not installed"
-        raise UsageError(f"{what} ({printable(' '.join(said.split()))})") from exc
-    return os.fsdecode(done.stdout).strip("\n")
+                git("--ref", "-C", str(root), "worktree", "remove", "--force", str(tree))

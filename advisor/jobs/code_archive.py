@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from advisor.cache.shown import size
 from advisor.cache.stores.timeout import check_deadline
@@ -147,35 +147,30 @@ def _checkout(folder: Path) -> _Tree | None:
     root = next((one for one in (folder, *folder.parents) if (one / ".git").exists()), None)
     if root is None or _is_home(root):
         return None
-    try:
-        status = _git(root, "status", "--porcelain=v2", "--branch", "-z", "-uall")
-        tracked = _git(root, "ls-files", "-z", "-c", "--recurse-submodules")
-    except (OSError, subprocess.CalledProcessError) as exc:
-        said = os.fsdecode(getattr(exc, "stderr", b"")) or "git is not installed"
-        why = printable(" ".join(said.split()))
-        raise UsageError(
-            f"{folder}: advisor needs git to find ignored files, but git fails ({why})"
-        ) from exc
+    fails = f"{folder}: advisor needs git to find ignored files, but git fails"
+    found = git(fails, "-C", str(root), "status", "--porcelain=v2", "--branch", "-z", "-uall")
+    status = list(filter(None, found.split("\0")))
+    tracked = git(fails, "-C", str(root), "ls-files", "-z", "-c", "--recurse-submodules")
     commit = next(line for line in status if line.startswith("# branch.oid "))[13:]
     return _Tree(
         root=root,
-        tracked=tracked,
+        tracked=list(filter(None, tracked.split("\0"))),
         untracked=[line.removeprefix("? ") for line in status if line.startswith("? ")],
         commit="" if commit == "(initial)" else commit,
         dirty=any(not line.startswith("# ") for line in status),
     )
 
 
-def _git(folder: Path, *words: str) -> list[str]:
-    """The output of a git command, split at NUL."""
-    done = subprocess.run(
-        ["git", "-C", folder, *words],
-        env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        check=True,
-    )
-    return [part for part in os.fsdecode(done.stdout).split("\0") if part]
+def git(what: str, *words: str) -> str:
+    """The output of a git command. Raises UsageError with git's reason, after `what`."""
+    own = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
+    how: dict[str, Any] = {"env": own, "stdin": subprocess.DEVNULL, "capture_output": True}
+    try:
+        done = subprocess.run(["git", *words], check=True, **how)
+    except (OSError, subprocess.CalledProcessError) as exc:
+        said = os.fsdecode(getattr(exc, "stderr", b"")) or "git is not installed"
+        raise UsageError(f"{what} ({printable(' '.join(said.split()))})") from exc
+    return os.fsdecode(done.stdout).removesuffix("\n")
 
 
 def _walk(root: Path, ignored: GitIgnoreSpec, left_out: dict[str, str]) -> Iterator[str]:
