@@ -52,8 +52,8 @@ def _precision(
     return row
 
 
-def _compile(of_mode: Callable[[str], Added], *, avoids: bool = True) -> KnobRow:
-    """`of_mode`: what a mode of torch.compile, or the backend 'cudagraphs', needs; `avoids`: add
+def _compile(of_mode: Callable[[str, str], Added], *, avoids: bool = True) -> KnobRow:
+    """`of_mode`: what torch.compile's 'mode', or its 'backend' cudagraphs, needs; `avoids`: add
     lines that switch off known faults of inductor in the torch that measured."""
 
     def row(setup: Setup, value: str) -> Added | None:
@@ -62,7 +62,7 @@ def _compile(of_mode: Callable[[str], Added], *, avoids: bool = True) -> KnobRow
         version = setup.environment.software.torch
         faults = avoiding(version) if avoids and value != "cudagraphs" else {}
         flags = [f"torch._inductor.config.{name} = {it}" for name, it in faults.items()]
-        return {**of_mode(value), "flags": flags}
+        return {**of_mode("backend" if value == "cudagraphs" else "mode", value), "flags": flags}
 
     return row
 
@@ -112,7 +112,7 @@ _LOADER = {
 """Rows of a framework whose script makes the DataLoader."""
 
 
-def _by_accelerate(mode: str) -> Added:
+def _by_accelerate(_name: str, mode: str) -> Added:
     if mode in ("cudagraphs", "default"):
         return {"settings": {"dynamo_backend": mode.replace("default", "inductor")}}
     how = {"backend": "inductor", "mode": mode}
@@ -137,11 +137,6 @@ accelerate = Framework(
 )
 
 
-def _by_hf(mode: str) -> Added:
-    name = "torch_compile_backend" if mode == "cudagraphs" else "torch_compile_mode"
-    return {"settings": {"torch_compile": True, name: mode}}
-
-
 def _hf_optimizer(setup: Setup, value: bool) -> Added | None:
     if setup.task.optimizer == "adamw":
         return {"settings": {"optim": "adamw_torch_fused" if value else "adamw_torch"}}
@@ -164,7 +159,9 @@ hf = Framework(
         ),
         BATCH: _batch("gradient_accumulation_steps", "per_device_train_batch_size"),
         "fused_optimizer": _hf_optimizer,
-        "compile": _compile(_by_hf),
+        "compile": _compile(
+            lambda name, mode: {"settings": {"torch_compile": True, f"torch_compile_{name}": mode}}
+        ),
         "checkpoint_blocks": _hf_checkpointing,
         "num_workers": _setting("dataloader_num_workers"),
         "prefetch_factor": _setting("dataloader_prefetch_factor"),
@@ -174,11 +171,6 @@ hf = Framework(
     devices={"cuda": {}, "cpu": {"use_cpu": True}},
     differs=("precision", "fused_optimizer", "num_workers", "pin_memory"),
 )
-
-
-def _by_lightning(mode: str) -> Added:
-    name = "backend" if mode == "cudagraphs" else "mode"
-    return {"model": [f'model.compile({name}="{mode}")']}
 
 
 lightning = Framework(
@@ -196,7 +188,7 @@ lightning = Framework(
             "flags": _DETERMINISTIC,
         },
         BATCH: _batch("accumulate_grad_batches"),
-        "compile": _compile(_by_lightning),
+        "compile": _compile(lambda name, mode: {"model": [f'model.compile({name}="{mode}")']}),
     },
     devices={"cuda": {"accelerator": "gpu"}, "cpu": {"accelerator": "cpu"}},
 )
@@ -208,12 +200,8 @@ def _timm_precision(_setup: Setup, value: str) -> Added | None:
     return None if value in ("fp32", "fp8") else {}
 
 
-def _timm_channels_last(setup: Setup, _value: bool) -> Added | None:
-    return {"settings": {"channels_last": True}} if len(setup.task.sample) == 3 else None
-
-
-def _by_timm(mode: str) -> Added:
-    if mode == "cudagraphs":
+def _by_timm(name: str, mode: str) -> Added:
+    if name == "backend":
         return {"settings": {"torchcompile": mode}}
     return {"settings": {"torchcompile": "inductor", "torchcompile_mode": mode}}
 
@@ -236,7 +224,9 @@ timm = Framework(
     call="",
     rows={
         "precision": _timm_precision,
-        "channels_last": _timm_channels_last,
+        "channels_last": lambda setup, _on: (
+            {"settings": {"channels_last": True}} if len(setup.task.sample) == 3 else None
+        ),
         "cudnn_benchmark": lambda _setup, _on: {},  # train.py sets it itself
         BATCH: _batch("grad_accum_steps", "batch_size"),
         "fused_optimizer": lambda _setup, on: {"settings": {"opt_kwargs": {"fused": on}}},
@@ -251,8 +241,7 @@ timm = Framework(
 
 
 def _by_script(setup: Setup, mode: str) -> Added | None:
-    how = {"backend" if mode == "cudagraphs" else "mode": mode}
-    made = _compile(lambda _mode: {"settings": {"compile": how}})
+    made = _compile(lambda name, mode: {"settings": {"compile": {name: mode}}})
     return made(setup, mode) if setup.task.processes == 1 else None  # else the model in DDP
 
 
