@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import inspect
 import itertools
 import logging
 import os
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgpack
@@ -43,8 +42,9 @@ from advisor.errors import (
 )
 from advisor.open_store import Cache, open_records
 from advisor.resolve.answer import answer
-from advisor.resolve.request import Fits, Request
+from advisor.resolve.request import Request
 from advisor.resolve.target_resolver import CODE, TargetResolver
+from advisor.store import Store
 from advisor.tuners import knobs
 from advisor.tuners.act.advice_usage import EXACT, STALE, Served
 from advisor.tuners.act.ranks import Group
@@ -54,7 +54,6 @@ from advisor.tuners.target import EDITED
 if TYPE_CHECKING:
     from torch import nn
 
-    from advisor.store import Store
     from advisor.tuners.act.advice import Advice
 
 _LIBRARIES = ("advisor", "torch")
@@ -139,15 +138,8 @@ def lookup(
     other record of the target differs.
     """
     given = dict(locals())
-    return lookup_for(given.pop("target"), given)
-
-
-def lookup_for(target: Any, given: Mapping[str, Any], fits: Fits | None = None) -> Advice:
-    """As `lookup(target, **given)`, but only with configs for which `fits` is true."""
-    inspect.signature(lookup).bind(target, **given)
-    own = dict(given) if fits is None else {**given, "fits": fits}
-    strict = bool(own.pop("strict", False))
-    return advise(Request.attempt(target, own), strict=strict)
+    del given["strict"]
+    return advise(Request.attempt(given.pop("target"), given), strict=strict)
 
 
 def advise(request: Request, *, strict: bool) -> Advice:
