@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -25,20 +25,18 @@ from advisor.cli.options import (
     row_options,
     target_argument,
 )
+from advisor.client import Client
 from advisor.errors import UsageError
-from advisor.jobs.spec import STATES
+from advisor.jobs.spec import STATES, JobSpec
+from advisor.jobs.submission import prepare
+from advisor.report import jobs as shown
 from advisor.tuners.search.plan import Plan
-
-if TYPE_CHECKING:
-    from advisor.client import Client
 
 _ID = Number(1, 2**31 - 1)
 
 
 def _client(server: str | None) -> Client:
     """A Client of the server. Raises UsageError if no server is named."""
-    from advisor.client import Client
-
     url = server or server_url()
     if not url:
         raise UsageError(
@@ -88,10 +86,6 @@ def submit(
     files that .advisorignore names. A repeated request returns the same job.
     """
     given = collected(Plan, options) | collected(Task, options)
-    from advisor.jobs.spec import JobSpec
-    from advisor.jobs.submission import prepare
-    from advisor.report import jobs as shown
-
     if wrong := next((one for one in pip if len(one.split()) != 1), None):
         raise UsageError(f"--pip {wrong!r}: expected one requirement without blanks, as timm>=1.0")
     env = {name: text for name, text in (("pip", " ".join(pip)), ("container", container)) if text}
@@ -123,8 +117,8 @@ def _show_log(client: Client, id: int, follow: bool, as_json: bool) -> None:
         click.echo(text, nl=False)
     job = client.job(id) if follow else None
     if as_json:
-        shown = dataclasses.asdict(job) if job else {"id": id}
-        click.echo(json_line(shown | {"log": log}))
+        document = dataclasses.asdict(job) if job else {"id": id}
+        click.echo(json_line(document | {"log": log}))
     elif job:
         why = f": {job.reason}" if job.reason else ""
         record = f"; to see its record: advisor show {job.record}" if job.record else ""
@@ -151,8 +145,6 @@ def _show_log(client: Client, id: int, follow: bool, as_json: bool) -> None:
 @json_or_text
 def jobs(id: int | None, states: tuple[str, ...], most: int, server: str | None) -> Parts:
     """List the jobs of a server, or show the job ID."""
-    from advisor.report import jobs as shown
-
     client = _client(server)
     if id is not None:
         job = client.job(id)

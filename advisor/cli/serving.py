@@ -51,19 +51,13 @@ def serve(database: str | None, executors: tuple[str, ...], as_json: bool, **whe
     """
     from advisor import __version__
 
+    def say(address: str, token: str | None) -> None:
+        shown = f"admin token, shown this once: {token}\n" if token is not None else ""
+        document = options.json_line({"address": address, "admin_token": token})
+        click.echo(document if as_json else f"{shown}serving on {address}")
+
     run, opened = _server(database)
-    say = _say_json if as_json else _say
     run.serve(opened, run.Where(**where), __version__, say, executors)
-
-
-def _say(address: str, token: str | None) -> None:
-    if token is not None:
-        click.echo(f"admin token, shown this once: {token}")
-    click.echo(f"serving on {address}")
-
-
-def _say_json(address: str, token: str | None) -> None:
-    click.echo(options.json_line({"address": address, "admin_token": token}))
 
 
 @click.command()

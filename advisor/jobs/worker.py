@@ -25,7 +25,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 from urllib.parse import quote
 
 from advisor.cache.record import Record
@@ -40,10 +40,8 @@ from advisor.errors import AdvisorError, RecordDamaged, StoreError, UsageError, 
 from advisor.jobs import code_archive, token
 from advisor.jobs.spec import MAX_REPORTED_TRIALS, MAX_STUDY, AttemptOver, JobSpec
 from advisor.tuners import host
+from advisor.tuners.environment import Gpu, gpus
 from advisor.tuners.measure.run.guarded_process import GuardedProcess, exit_text
-
-if TYPE_CHECKING:
-    from advisor.tuners.environment import Gpu
 
 HEARTBEAT_S = 2.0
 SERVER_TIMEOUT_S = 900.0
@@ -212,8 +210,6 @@ class JobWorker:
     def _outcome(self, instructions: Mapping[str, Any]) -> Outcome:
         asked = self._prepare(instructions)
         if asked.gpus:
-            from advisor.tuners.environment import gpus  # seconds to import
-
             self._gpus = gpus
             self._device = f"{socket.gethostname()}: {', '.join(gpu.name for gpu in gpus())}"
             if used := "; ".join(f"{gpu.uuid}: {gpu.used_by}" for gpu in gpus() if gpu.users):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
@@ -12,10 +12,8 @@ from advisor.command_snippets import script_line
 from advisor.report import memory, sections
 from advisor.resolve.answer import DOUBTFUL, advises, doubtful, gain, unverified
 from advisor.resolve.commands import state_of
+from advisor.tuners.act.advice_usage import Served
 from advisor.tuners.knobs import needs_comparison
-
-if TYPE_CHECKING:
-    from advisor.tuners.act.advice_usage import Served
 
 
 def as_data(record: Record, cache: str | None, *, finished: bool = False) -> dict[str, Any]:

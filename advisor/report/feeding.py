@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from advisor.cache.config import Config
 from advisor.cache.record import Measurement, Record
@@ -13,9 +13,7 @@ from advisor.report.data import Table
 from advisor.report.text import duration, rate
 from advisor.tuners import knobs, worker_limits
 from advisor.tuners.knobs import BY_NAME, INPUT, KNOBS, TORCH, described
-
-if TYPE_CHECKING:
-    from advisor.tuners.measure.worker.wire import SampleCosts
+from advisor.tuners.measure.worker.wire import SampleCosts
 
 LOADER_KNOBS = tuple(knob.name for knob in KNOBS if knob.stage == INPUT)
 WORKER_DEFAULTS = TORCH | {"prefetch_factor": worker_limits.PREFETCH_FACTOR}

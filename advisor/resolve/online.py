@@ -20,8 +20,9 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from advisor.arguments import Model
 from advisor.cache import settings
 from advisor.cache.kinds import Duration
 from advisor.cache.task import permissions
@@ -29,16 +30,13 @@ from advisor.open_store import open_records
 from advisor.resolve.lookups import GOES_ON, WAIT_S, advise, tell, warn_in_hook
 from advisor.resolve.record_guide import RecordGuide
 from advisor.resolve.request import Request
+from advisor.tuners.act.advice import Advice
 from advisor.tuners.act.pilot.pilot import ACTIVE_PILOT
 from advisor.tuners.act.pilot.protocol import ADDRESS, RUN, BlockRequest, BlockResult, PilotClient
 from advisor.tuners.act.pilot.script_facts import ScriptFacts
 from advisor.tuners.act.ranks import Group
 from advisor.tuners.faults import failure, stopped
 from advisor.tuners.search.plan import Plan
-
-if TYPE_CHECKING:
-    from advisor.arguments import Model
-    from advisor.tuners.act.advice import Advice
 
 PATIENCE_ALONE_S, PATIENCE_RANKS_S = 60.0, 600.0
 """Timeout for an answer of the search process, in seconds, its start included. With several ranks,

@@ -7,7 +7,6 @@ import dataclasses
 import logging
 import shlex
 from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING
 
 from advisor.cache import settings
 from advisor.cache.config import Config
@@ -15,6 +14,7 @@ from advisor.cache.record import Record
 from advisor.command_snippets import tune_again
 from advisor.errors import AdvisorError, NoRecord
 from advisor.resolve import tracking
+from advisor.resolve.commands import CommandOverrides, saves_memory
 from advisor.resolve.failures import Failures
 from advisor.resolve.lookups import GOES_ON, known_to_any_rank, look_up, serve, warn_in_hook
 from advisor.resolve.request import Request
@@ -24,9 +24,6 @@ from advisor.tuners.act.pilot.protocol import BlockRequest, BlockResult
 from advisor.tuners.act.pilot.script_facts import ScriptFacts
 from advisor.tuners.act.process_flags import PROCESS_FLAGS
 from advisor.tuners.faults import failure, is_out_of_memory, may_be_config_error, stopped
-
-if TYPE_CHECKING:
-    from advisor.resolve.commands import CommandOverrides
 
 _log = logging.getLogger("advisor")
 
@@ -59,8 +56,6 @@ class RecordGuide:
         self._dropped = False  # the advice failed
 
     def saves_memory(self, device: str) -> Collection[str]:
-        from advisor.resolve.commands import saves_memory
-
         try:
             return saves_memory(self._command, device, self._asked.cache)
         except AdvisorError:

@@ -13,7 +13,7 @@ from advisor.arguments import Model, Permit, length_given, urls_of
 from advisor.cache.config import Config
 from advisor.cache.kinds import Duration
 from advisor.cache.match import Query
-from advisor.cache.record import CAPTURE, LOOP, PILOT, Record
+from advisor.cache.record import CAPTURE, LOOP, PILOT, Choice, Record
 from advisor.cache.shown import size
 from advisor.cache.task import Task, checked, rows
 from advisor.errors import UsageError, check_type
@@ -25,7 +25,6 @@ from advisor.tuners.torch_facts import torch
 if TYPE_CHECKING:
     from torch import nn
 
-    from advisor.cache.record import Choice
     from advisor.resolve.answer import Candidate
 
 Fits = Callable[[Record, Config], bool]
@@ -91,8 +90,10 @@ class Request:
             raise UsageError(f"batch {batch!r}: expected a number of at least 1, or 'free'")
         if given["mode"] == "infer":
             given.pop("optimizer", None)
-        if given.get("deterministic") is None and _is_deterministic():
-            given["deterministic"] = True
+        if given.get("deterministic") is None and "torch" in sys.modules:
+            asks = torch.are_deterministic_algorithms_enabled()
+            if asks or torch.backends.cudnn.deterministic:  # which advice must not undo
+                given["deterministic"] = True
         return cls(
             target=model.target,
             device=given.pop("device", None) or environment.default_device(),
@@ -172,10 +173,3 @@ def _known_batch(given: Mapping[str, Any], batch: object) -> int | None:
         return batch
     shapes = given.get("shapes")
     return int(shapes[0][0]) if batch is None and shapes else None
-
-
-def _is_deterministic() -> bool:
-    """Whether the user has asked PyTorch for determinism, which advice must not undo."""
-    if "torch" not in sys.modules:
-        return False
-    return bool(torch.are_deterministic_algorithms_enabled() or torch.backends.cudnn.deterministic)

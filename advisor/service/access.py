@@ -12,6 +12,7 @@ from typing import Annotated, Any, TypeVar
 
 from fastapi import Depends, HTTPException, Request
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+from sqlalchemy import select
 from sqlalchemy.orm import Session
 from starlette.concurrency import run_in_threadpool
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -19,7 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from advisor.cache.records import Records
 from advisor.errors import StoreError
 from advisor.jobs.token import Role, digest
-from advisor.service import attempts, tokens
+from advisor.service import tokens
 from advisor.service.database import Database
 from advisor.service.executors import Machine
 from advisor.service.lookups import LookupCounter
@@ -224,7 +225,8 @@ async def _own_attempt(caller: WorkCaller) -> Attempt:
 
 def _starting_attempt(request: Request, service: ServiceDep, token: BearerToken) -> Attempt:
     """The attempt whose start token this is. No other token is accepted."""
-    return service.owner(request, token, lambda session: attempts.of_start(session, token))
+    made = select(Attempt).where(Attempt.start == digest(token))
+    return service.owner(request, token, lambda session: session.scalar(made))
 
 
 SubmitCaller = Annotated[Caller, Depends(_submitter)]

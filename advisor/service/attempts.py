@@ -199,10 +199,6 @@ def _locked(session: Session, attempt: int) -> tuple[JobRow, Attempt]:
     return job, one
 
 
-def of_start(session: Session, text: str) -> Attempt | None:
-    return session.scalar(select(Attempt).where(Attempt.start == digest(text)))
-
-
 def begin(session: Session, attempt: int, own: bytes, address: str) -> dict[str, Any] | None:
     """Exchange the start token, which others may have read, for a token that only the worker has.
     Returns the worker's instructions: the job, and the names of its search files.
