@@ -13,10 +13,8 @@ from advisor.errors import printable
 from advisor.report.data import Bars, Section, Table
 from advisor.report.text import WRONG, outcome, rate, ratios
 from advisor.tuners.act.pilot.parts import PARTS, size_of, unmodified_bytes
-from advisor.tuners.act.pilot.script_facts import micro_batches
 from advisor.tuners.decisions import GAIN
 from advisor.tuners.knobs import CHECKPOINT, OFFLOAD, SAVING, TORCH, described
-from advisor.tuners.search.batch_sizes import LARGEST, OTHER_BATCH
 
 
 def saves(record: Record) -> bool:
@@ -42,7 +40,7 @@ def sections(record: Record) -> Iterator[Section]:
             f"The largest batch that fits: {largest}. The fastest: {fastest}.",
             f"advisor run keeps your batch; to change it, set {option} yourself.",
         ]
-        config = next(one.config for one in record.trials if one.stage == OTHER_BATCH)
+        config = next(one.config for one in record.trials if one.stage == "batch")
         if config.knobs != record.winner(record.use).config.knobs:
             how = described(config, record.baseline.config, nothing=record.key.task.baseline)
             said.append(f"Measured with {how}, because torch.compile would compile for each batch.")
@@ -94,10 +92,14 @@ def ladder(record: Record) -> Table:
 def batches(record: Record) -> list[dict[str, Any]]:
     """The batches that were measured and fit, in samples of a call, as JSON. Of those within 3% of
     the fastest, the user's counts as the fastest, or else the smallest."""
-    tried = {one.config.batch: one for one in record.trials if one.stage == OTHER_BATCH}
+    tried = {one.config.batch: one for one in record.trials if one.stage == "batch"}
+    if not tried:
+        return []
+    from advisor.tuners.act.pilot.script_facts import micro_batches  # and torch: it takes seconds
+
     rates = {batch: one.measurement.samples_per_s for batch, one in tried.items()}
     near = [batch for batch, rate in rates.items() if GAIN * rate >= max(rates.values())]
-    fastest = record.batch if record.batch in near else min(near, default=0)
+    fastest = record.batch if record.batch in near else min(near)
     return [
         {
             "batch": (own := max(1, batch // micro_batches(record.key.task))),
@@ -105,7 +107,7 @@ def batches(record: Record) -> list[dict[str, Any]]:
             "samples_per_s": rates[batch],
             "accumulation": None if record.batch % own else record.batch // own,
             "yours": batch == record.batch,
-            "largest": one.origin == LARGEST,
+            "largest": one.origin == "largest",
             "fastest": batch == fastest,
         }
         for batch, one in tried.items()
