@@ -7,12 +7,16 @@ import functools
 import json
 import os
 import sys
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from advisor.tuners.act.pilot.protocol import (
     ADDRESS,
     RUN,
+    BlockRequest,
+    BlockResult,
+    Guide,
     PilotClient,
     checkpoints,
     from_environment,
@@ -20,10 +24,7 @@ from advisor.tuners.act.pilot.protocol import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
-
     from advisor.resolve.commands import CommandOverrides
-    from advisor.tuners.act.pilot.protocol import BlockRequest, BlockResult, Guide
     from advisor.tuners.act.pilot.script_facts import ScriptFacts
 
 OTHER_TREE = "ADVISOR_PILOT_OTHER_TREE"  # variable: the folder that a WorktreeClient refuses
@@ -83,6 +84,7 @@ class LazyGuide:
 
     @functools.cached_property
     def _guide(self) -> Guide:
+        from advisor.resolve.commands import CommandOverrides
         from advisor.resolve.record_guide import RecordGuide
         from advisor.resolve.request import Request
 
@@ -96,11 +98,7 @@ class LazyGuide:
             from advisor.resolve.online import OnlineTuner
 
             return OnlineTuner(run["command"], asked, tune_s=run["tune_s"])
-        overrides = None
-        if run["options"]:
-            from advisor.resolve.commands import CommandOverrides
-
-            overrides = CommandOverrides(**run["options"])
+        overrides = CommandOverrides(**run["options"]) if run["options"] else None
         return RecordGuide(run["command"], asked, overrides)
 
     def saves_memory(self, device: str) -> Collection[str]:

@@ -353,7 +353,9 @@ class Tuning:
         )
 
     def _record(self, found: SearchResult, study: str, clock: Clock) -> Record:
-        plan, facts = self.plan, self.opened.facts
+        plan, facts, seen = self.plan, self.opened.facts, self.opened.seen
+        # The speed-up that the unmodified script would have if it had enough memory.
+        more = {"unmodified": found.unmodified} if OFFLOAD in self.space.choices else {}
         effort = plan.effort if found.complete else CUT_SHORT
         cost = getattr(self.opened.runner, "counted", Config())
         made = Provenance(
@@ -382,17 +384,8 @@ class Tuning:
             raced=found.raced,
             provenance=made,
             family=facts.family,
-            memory=self._memory(found),
+            memory=Config(seen.memory if seen else {}, **more),
             cost=cost.replace(price=plan.price or 0.0) if cost else cost,
-        )
-
-    def _memory(self, found: SearchResult) -> Config:
-        """The breakdown of a run's memory, with the speed-up over the baseline that the unmodified
-        script would have if it had enough memory."""
-        seen = self.opened.seen
-        saves = OFFLOAD in self.space.choices
-        return Config(
-            seen.memory if seen else {}, **{"unmodified": found.unmodified} if saves else {}
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -126,8 +127,6 @@ def fit(
     repeat, and keeps activations on the host. advisor run then uses the config.
     """
     plan, asked = Plan.of(options.collected(Plan, given)), options.collected(Task, given)
-    if not command:
-        raise UsageError("give your command after --, as in: advisor fit -- python train.py")
     if (limit := given.pop("memory")) is not None:
         asked["max_memory"] = ByteSize().checked("memory", limit)
     permitted = permissions(asked)
@@ -174,8 +173,6 @@ def check(command: tuple[str, ...], cache: str | None, budget: str, **given: Any
     fault is one line.
     """
     plan = Plan.of({"budget": budget})
-    if not command:
-        raise UsageError("give your command after --, as in: advisor check -- python train.py")
     from advisor.checking import checked_run
 
     progress, show = _progress(plan, given)
@@ -192,8 +189,7 @@ def check(command: tuple[str, ...], cache: str | None, budget: str, **given: Any
     yield f"{done}: {found.numerics}"
     yield from (f"wrong: {fault}" for fault in found.faults)
     yield from ["nothing wrong was found"] * (found.compared and not found.faults)
-    document = {name: getattr(found, name) for name in ("own", "faults", "numerics", "compared")}
-    document |= {name: getattr(found, name) for name in ("steps_per_s", "untimed", "failed")}
+    document = asdict(found)
     document["without"] = {
         name: _ratio(one.mean, one.low, one.high) if math.isfinite(one.high) else None
         for name, one in found.without.items()

@@ -69,13 +69,7 @@ def option(usage: str, help: str, name: str = "", **more: Any) -> Decorator:
 
 def option_group(*options: Decorator) -> Decorator:
     """Several options as one decorator, listed in their order."""
-
-    def decorate(command: Command) -> Command:
-        for one in reversed(options):
-            command = one(command)
-        return command
-
-    return decorate
+    return lambda command: functools.reduce(lambda made, one: one(made), options[::-1], command)
 
 
 def row_options(cls: type, *fields: str, asked: bool = False) -> Decorator:
@@ -152,6 +146,9 @@ class OrCommand(click.Command):
                 f"{said}; put -- before your command, as in: {line}", ctx
             ) from exc
         command = ctx.params["command"] = (*ctx.params.get("command", ()), *args[at + 1 :])
+        if self.name in ("run", "fit", "check") and not command and not ctx.resilient_parsing:
+            line = f"{ctx.command_path} -- python train.py"
+            raise UsageError(f"give your command after --, as in: {line}")
         both_or_none = bool(command) == bool(ctx.params.get("target"))
         if "target" in arguments and both_or_none and not ctx.resilient_parsing:
             raise UsageError("give either a TARGET and --shape, or your command after --")

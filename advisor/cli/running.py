@@ -45,8 +45,6 @@ def run(
     """
     from advisor import bootstrap
 
-    if not command:
-        raise UsageError("give your command after --, as in: advisor run -- python train.py")
     path, words, tune_s, overrides = program(command), command, 0.0, None
     if option := isolated(command):
         warn(f"python {option} keeps advisor out; the run is unmodified")

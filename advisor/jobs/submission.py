@@ -31,7 +31,11 @@ def prepare(asked: JobSpec, folder: Path) -> tuple[JobSpec, CodeArchive | None]:
         what = asked.target or " ".join(asked.command[:2])
         raise TargetError(f"{what!r}: there is no file {file} in {folder}")
     check_open(asked.command)
-    _check_program(asked, folder)
+    # A misspelt program is refused. The worker may have launchers, absolute paths, those of `env`.
+    word = next(iter(asked.command), "/")
+    known = asked.env or word.startswith(("/", *LAUNCHERS))
+    if not known and not ("/" in word and (folder / word).is_file()):
+        program(asked.command)
     code = pack(folder)
     folder = folder.resolve()
     if file and not (folder / file).resolve().is_relative_to(code.root):
@@ -52,15 +56,6 @@ def prepare(asked: JobSpec, folder: Path) -> tuple[JobSpec, CodeArchive | None]:
     place = "" if place == "." else place
     sent = structs.replace(asked, target=target, command=command, archive=code.digest, folder=place)
     return sent, code
-
-
-def _check_program(asked: JobSpec, folder: Path) -> None:
-    """Raise UsageError for a misspelt program: neither this machine nor the folder has it.
-    Launchers, absolute paths and jobs with `env` pass: the worker may have their programs."""
-    word = next(iter(asked.command), "/")
-    known = asked.env or word.startswith(("/", *LAUNCHERS))
-    if not known and not ("/" in word and (folder / word).is_file()):
-        program(asked.command)
 
 
 def _file(asked: JobSpec) -> str:

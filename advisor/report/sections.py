@@ -65,13 +65,15 @@ def _sections(record: Record) -> Iterator[Section]:
     lines, race = tuple(remarks(record)), _race(record)
     yield Section("chosen", "What was chosen", verdict(record), lines, chart=race)
     if tried := list(_tried(record)):
-        chart = Timeline("Samples/s of each trial over time", tried)
-        yield Section("tried", "What was tried", trials(record), chart=chart)
+        timeline = Timeline("Samples/s of each trial over time", tried)
+        yield Section("tried", "What was tried", trials(record), chart=timeline)
     yield from memory.sections(record)
     yield from cost_of.sections(record)
     if record.parts:
-        title = "What each knob contributes"
-        yield Section("knobs", title, parts(record), chart=_parts_chart(record))
+        rows = [Estimate(part_name(one), one.ratio, one.low, one.high) for one in record.parts]
+        axis = "speed-up over the advice without this knob, with its 95% interval"
+        chart = Comparison("Gain from each knob", axis, rows)
+        yield Section("knobs", "What each knob contributes", parts(record), chart=chart)
     if loaders := feeding.table(record):
         yield Section("loader", "The loader", loaders, tuple(feeding.remarks(record)))
     none = "Not needed: the advice changes no number format and compiles nothing."
@@ -91,13 +93,6 @@ def _race(record: Record) -> Comparison | None:
             rows.append(Estimate(label, one.speedup, one.speedup_low, one.speedup_high))
     axis = f"speed-up over {record.key.task.baseline}, with its 95% interval"
     return Comparison("The final race", axis, rows) if rows else None
-
-
-def _parts_chart(record: Record) -> Comparison:
-    """What each knob contributes, as `advisor explain` has measured."""
-    rows = [Estimate(part_name(one), one.ratio, one.low, one.high) for one in record.parts]
-    axis = "speed-up over the advice without this knob, with its 95% interval"
-    return Comparison("Gain from each knob", axis, rows)
 
 
 def _tried(record: Record) -> Iterator[Tried]:

@@ -112,7 +112,9 @@ def serve(
     def first(session: Session) -> None:
         made.append(tokens.make(session, "first admin", "admin", None, None)[1])
 
-    _allow_connections()
+    few, most = resource.getrlimit(resource.RLIMIT_NOFILE)  # a shell often sets it to 1,024
+    wanted = max(few, min(_CONNECTIONS + _FILES, most))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
     starters = open_executors(executors or where.executors, database.url)
     with contextlib.closing(where.listen()) as listening, contextlib.closing(database):
         database.start(first)
@@ -187,13 +189,6 @@ def new_token(database: Database, name: str, role: str, days: int | None) -> str
         database.start(refuse)
         expires = None if days is None else time.time() + days * DAY_S
         return database.write(tokens.make, name, role, expires, None)[1]
-
-
-def _allow_connections() -> None:
-    """Raise the limit of open files, which a shell often sets to 1,024."""
-    few, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = max(few, min(_CONNECTIONS + _FILES, most))
-    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
 
 
 def _is_url(text: str) -> bool:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from http import HTTPStatus
 from typing import Annotated, Any, TypeVar
 
 from fastapi import Depends, HTTPException, Path, Query, Request, Response
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from advisor.cache.stores.http_client import BYTES
 
@@ -18,17 +17,12 @@ SENDS_BYTES: dict[str, Any] = {"requestBody": {"required": True, "content": {BYT
 """The OpenAPI description of a body that is not JSON."""
 
 
-_DETAIL = {
-    "type": "object",
-    "properties": {"detail": {"type": "string", "description": "What is wrong, for people."}},
-    "required": ["detail"],
-}
+class Refusal(BaseModel):
+    detail: str = Field(description="What is wrong, for people.")
+
+
 REFUSALS: dict[int | str, dict[str, Any]] = {
-    status: {
-        "description": HTTPStatus(status).phrase,
-        "content": {"application/json": {"schema": _DETAIL}},
-    }
-    for status in (400, 401, 403, 404, 409, 413, 422, 428, 429, 503)
+    status: {"model": Refusal} for status in (400, 401, 403, 404, 409, 413, 422, 428, 429, 503)
 }
 """The answers of a route to a request that it refuses, for OpenAPI."""
 
