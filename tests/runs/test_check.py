@@ -316,17 +316,3 @@ def test_command_tells_faults_by_its_exit_code(
     assert ["bfloat16" in fault for fault in found["faults"]] == [True] * code
     assert found["steps_per_s"] > 0 or found["untimed"]
     assert {*found["without"], *found["failed"]} <= {"bf16"}
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ((), "give your command after --"),
-        (("--budget", "1s", "--", "python", "script.py"), "budget 1s: expected from 3s"),
-        (("--", "no-such-program"), "no such program"),
-        (("python", "script.py"), "put -- before your command"),
-    ],
-)
-def test_wrong_usage_is_one_line(tmp_path: Path, words: tuple[str, ...], message: str) -> None:
-    done = advisor(tmp_path, "check", *words)
-    assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1
