@@ -186,15 +186,6 @@ def check(
     return guide.results[0], guide.results[1].faults
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    yield
-    torch.set_num_threads(threads)
-
-
 def compute(optimizer: torch.optim.Optimizer, loss: Tensor) -> Tensor:
     optimizer.zero_grad()
     loss.backward()
