@@ -12,6 +12,7 @@ Records are looked up with `advisor.lookup(..., store=url)`, and listed by `advi
 from __future__ import annotations
 
 import functools
+import os
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,12 +21,20 @@ from typing import Any, TypeVar
 from urllib.parse import urlencode
 
 import msgspec
+from msgspec import structs
 
 from advisor.cache.stores.http_client import MAP, HttpClient
-from advisor.errors import RecordDamaged, StoreError, Unauthorized, UsageError, printable
-from advisor.jobs.code_archive import NEEDS_CODE, CodeArchive
+from advisor.errors import (
+    RecordDamaged,
+    StoreError,
+    TargetError,
+    Unauthorized,
+    UsageError,
+    printable,
+)
+from advisor.jobs.code_archive import NEEDS_CODE, CodeArchive, pack
 from advisor.jobs.spec import LIVE, STATES, JobSpec, where
-from advisor.jobs.submission import prepare
+from advisor.tuners.measure.run.guarded_process import check_open, program
 
 T = TypeVar("T")
 
@@ -34,6 +43,8 @@ REQUEST_TIMEOUT_S, UPLOAD_TIMEOUT_S = 10.0, 300.0
 POLL_S = 2.0
 AWAY_S = 120.0
 """Seconds for which `Client.log` retries an unreachable server."""
+LAUNCHERS = ("python", "torchrun", "accelerate", "deepspeed")
+"""Programs that a worker's machine may have even if this machine does not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,3 +238,53 @@ def _harmless(value: Any) -> Any:
     if isinstance(value, list):
         return [_harmless(one) for one in value]
     return printable(value) if isinstance(value, str) else value
+
+
+def prepare(asked: JobSpec, folder: Path) -> tuple[JobSpec, CodeArchive | None]:
+    """Check a job that was typed in this folder. Returns (the job as another machine can run it,
+    its code; None if it needs none from this machine).
+
+    Raises:
+        UsageError: the job's program or file is missing or would not be sent, or the code is too
+            large.
+    """
+    if asked.target.startswith("torchvision:"):
+        return asked, None
+    file = _file(asked)
+    if file and not (folder / file).is_file():
+        what = asked.target or " ".join(asked.command[:2])
+        raise TargetError(f"{what!r}: there is no file {file} in {folder}")
+    check_open(asked.command)
+    # A misspelt program is refused. The worker may have launchers, absolute paths, those of `env`.
+    word = next(iter(asked.command), "/")
+    known = asked.env or word.startswith(("/", *LAUNCHERS))
+    if not known and not ("/" in word and (folder / word).is_file()):
+        program(asked.command)
+    code = pack(folder)
+    folder = folder.resolve()
+    if file and not (folder / file).resolve().is_relative_to(code.root):
+        raise UsageError(f"{file}: lies outside {code.root}, and only that folder is sent")
+
+    def portable(word: str) -> str:
+        """A path below the root as seen from the folder; any other word unchanged."""
+        inside = word.startswith("/") and Path(word).is_relative_to(code.root)
+        return os.path.relpath(word, folder) if inside else word
+
+    started, *words = asked.command or ("",)
+    # Only the name of a virtual environment's program: the worker has its own.
+    beside = (folder / started).parent
+    if "/" in started and any((beside / name).exists() for name in ("python", "python3")):
+        started = Path(started).name
+    place = folder.relative_to(code.root).as_posix()
+    target, command = portable(asked.target), (started, *map(portable, words)) if started else ()
+    place = "" if place == "." else place
+    sent = structs.replace(asked, target=target, command=command, archive=code.digest, folder=place)
+    return sent, code
+
+
+def _file(asked: JobSpec) -> str:
+    """The Python file that the job starts or tunes, as typed; '' for a module or a program."""
+    started, *words = asked.command or ("python", asked.target)
+    named = words[0] if words and Path(started).name.startswith("python") else ""
+    place = named if named.endswith(".py") else named.rpartition(":")[0]
+    return place if place.endswith(".py") else ""

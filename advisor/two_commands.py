@@ -1,4 +1,5 @@
-"""Compare the speed and the losses of two commands that train, by running both in turn."""
+"""Compare the speed and the losses of two commands that train, or of one command in two states of
+the code, by running both in turn."""
 
 from __future__ import annotations
 
@@ -9,15 +10,17 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
-from advisor.bootstrap import INJECTED
+from advisor.bootstrap import INJECTED, OTHER_TREE
 from advisor.cache.records import Records
 from advisor.errors import TargetFailed, UsageError, WorkerError
+from advisor.jobs.code_archive import git
 from advisor.open_store import Cache, open_records
 from advisor.persistence import lock_names, measuring
 from advisor.tuners.decisions import START_S, STARTS
 from advisor.tuners.measure.run.guarded_process import measurable
 from advisor.tuners.measure.run.session import CommandProcess, PilotSession, RunEnded
 from advisor.tuners.measure.runner import ConfigFailed
+from advisor.tuners.scratch import ScratchFolder
 from advisor.tuners.search.in_turn import COULD_NOT_TELL, InTurn, Sides
 from advisor.tuners.search.plan import MIN_BUDGET_S, Clock, Progress
 from advisor.workload import new_log
@@ -120,3 +123,41 @@ def unlike(sides: Sides) -> str:
     shapes = [(s.shape[0], len(s.shape)) if a.varies or b.varies else s.shape for s in (a, b)]
     said = "batches of {} and of {}".format(*("x".join(map(str, s.shape)) for s in (a, b)))
     return said if shapes[0] != shapes[1] else ""
+
+
+@contextlib.contextmanager
+def worktree_of(ref: str, command: tuple[str, ...]) -> Iterator[tuple[tuple[Side, Side], str]]:
+    """Context manager: yields a command in a temporary worktree of a commit, the same command in
+    the current folder, and a line on both.
+
+    Files that git does not track, such as data and virtual environments, are linked from the
+    current tree where the commit has none of that name. Caches of compiled Python are not. Raises
+    UsageError if there is no such commit, or the current folder is in no repository, or not in it.
+    """
+    root = Path(git(f"--ref {ref!r} needs a git repository", "rev-parse", "--show-toplevel"))
+    below = git("--ref", "rev-parse", "--show-prefix")
+    unknown = f"--ref {ref!r}: no such branch, tag or commit; see git branch -a"
+    commit = git(unknown, "rev-parse", "--verify", "--end-of-options", f"{ref}^{{commit}}")
+    changes = git("--ref", "status", "--porcelain", "--untracked-files=no").splitlines()
+    others = git("--ref", "-C", str(root), "ls-files", "--others", "--directory", "-z")
+    with ScratchFolder() as scratch:
+        tree = scratch / "tree"
+        # Without the user's hooks, which are for the user's own checkouts.
+        add = ("-c", "core.hooksPath=/dev/null", "worktree", "add", "--quiet", "--detach")
+        try:
+            git(f"--ref {ref!r}", *add, str(tree), commit)
+            if not (tree / below).is_dir():
+                raise UsageError(f"--ref {ref!r}: that commit has no folder {below!r}")
+            for name in filter(None, others.split("\0")):
+                new = tree / name
+                if new.name != "__pycache__" and not new.exists():
+                    with contextlib.suppress(OSError):  # the commit has a file as its parent
+                        new.parent.mkdir(parents=True, exist_ok=True)
+                        new.symlink_to(root / name)
+            first = Side("A", command, ref, tree / below, {OTHER_TREE: f"{root}/"})
+            said = f"A is {ref} ({commit[:9]}), B this folder with {len(changes)} changed files"
+            second = Side("B", command, "this folder")
+            yield (first, second), f"{said}; files that git does not track are the same for both"
+        finally:
+            with contextlib.suppress(UsageError):  # it was not added
+                git("--ref", "-C", str(root), "worktree", "remove", "--force", str(tree))

@@ -19,7 +19,7 @@ MAX_WORD = 300
 """Characters of a word in an error. Of a longer word, only the start is shown."""
 _COMMANDS = {
     "Tune and run": {**dict.fromkeys(("tune", "fit"), "measuring"), "run": "running"},
-    "Check and compare": {"check": "measuring", "compare": "comparing"},
+    "Check and compare": dict.fromkeys(("check", "compare"), "measuring"),
     "Records": {
         **dict.fromkeys(("show", "why", "report", "emit", "patch"), "reading"),
         **dict.fromkeys(("explain", "verify"), "measuring"),

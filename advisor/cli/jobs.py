@@ -25,10 +25,9 @@ from advisor.cli.options import (
     row_options,
     target_argument,
 )
-from advisor.client import Client
+from advisor.client import Client, prepare
 from advisor.errors import UsageError
 from advisor.jobs.spec import STATES, JobSpec
-from advisor.jobs.submission import prepare
 from advisor.report import jobs as shown
 from advisor.tuners.search.plan import Plan
 

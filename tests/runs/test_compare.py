@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from advisor import two_commands
-from advisor.cli.comparing import _percent, _split
+from advisor.cli.measuring import _percent, _split
 from advisor.errors import TargetFailed, UsageError, WorkerError
 from advisor.report import compared
 from advisor.tuners.act.pilot.losses import LossObserver
@@ -31,8 +31,7 @@ from advisor.tuners.measure.run.session import RunEnded
 from advisor.tuners.measure.runner import Block
 from advisor.tuners.search.in_turn import COULD_NOT_TELL, FASTER, SAME, SLOWER, InTurn
 from advisor.tuners.search.plan import Clock
-from advisor.two_commands import CommandsCompared, Side, unlike
-from advisor.worktree import worktree_of
+from advisor.two_commands import CommandsCompared, Side, unlike, worktree_of
 from tests.builders import SCRIPT, Heard, MadeUpSession
 from tests.face.commands import COMMAND, advisor, env_of
 from tests.forks import started_with, until

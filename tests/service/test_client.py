@@ -16,10 +16,9 @@ from typing import Any
 
 import pytest
 
-from advisor.client import Client
+from advisor.client import Client, prepare
 from advisor.errors import StoreError, UsageError
 from advisor.jobs.spec import JobSpec
-from advisor.jobs.submission import prepare
 from tests.cache.examples import record
 from tests.face.commands import Done
 from tests.face.commands import advisor as command
