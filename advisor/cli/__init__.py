@@ -26,10 +26,9 @@ _COMMANDS = {
         **dict.fromkeys(("forget", "gc"), "sharing"),
     },
     "Stores": dict.fromkeys(("export", "import", "sync"), "sharing"),
-    "A team's server": {
-        **dict.fromkeys(("submit", "jobs", "logs", "cancel"), "jobs"),
-        **dict.fromkeys(("serve", "token"), "serving"),
-    },
+    "A team's server": dict.fromkeys(
+        ("submit", "jobs", "logs", "cancel", "serve", "token"), "jobs"
+    ),
     "This machine": dict.fromkeys(("env", "completion", "schema"), "reading"),
 }
 """The commands and their modules, as `advisor --help` lists them. Only the module in use is

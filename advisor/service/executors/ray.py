@@ -46,16 +46,11 @@ _NEVER_BEGAN = ("JOB_SUPERVISOR_ACTOR_START_TIMEOUT", "JOB_SUPERVISOR_ACTOR_UNSC
 T = TypeVar("T")
 
 
-class _Resources(msgspec.Struct, frozen=True):
-    GPU: float = 0.0
-    CPU: float = 0.0
-
-
 class _Node(msgspec.Struct, frozen=True):
     node_id: str
     node_ip: str
     labels: dict[str, str]
-    resources_total: _Resources
+    resources_total: dict[str, float]
     state: str
     state_message: str | None
 
@@ -116,12 +111,12 @@ class RayExecutor:
         used = self._used(nodes)
         found = []
         for node in nodes:
-            if gpus := int(node.resources_total.GPU):
+            if gpus := int(node.resources_total.get("GPU", 0)):
                 taken = math.ceil(used[node.node_id, "GPU"])
                 why = f"{taken} of {gpus} on {node.node_ip} are in use" if taken else ""
                 free = max(0, gpus - taken)
                 found.append(Capacity(gpu=node.gpu, gpus=free, total=gpus, why=why))
-            if node.resources_total.CPU - used[node.node_id, "CPU"] >= 1:
+            if node.resources_total.get("CPU", 0) - used[node.node_id, "CPU"] >= 1:
                 found.append(Capacity(gpu="", gpus=0))
         return found
 
@@ -225,7 +220,7 @@ def _take(used: dict[tuple[str, str], float], nodes: Sequence[_Node], job: _Job)
     asked = job.metadata or _Asked()
     what, number = ("GPU", asked.advisor_gpus) if asked.advisor_gpus else ("CPU", 1)
     for node in nodes:
-        free = getattr(node.resources_total, what) - used[node.node_id, what]
+        free = node.resources_total.get(what, 0) - used[node.node_id, what]
         fits = free >= number and (what == "CPU" or node.gpu == asked.advisor_gpu)
         if job.driver_node_id == node.node_id or (not job.driver_node_id and fits):
             used[node.node_id, what] += number
