@@ -7,15 +7,12 @@ import functools
 import json
 import os
 import sys
-from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from advisor.tuners.act.pilot.protocol import (
     ADDRESS,
     RUN,
-    BlockRequest,
-    BlockResult,
     Guide,
     PilotClient,
     checkpoints,
@@ -25,7 +22,6 @@ from advisor.tuners.act.pilot.protocol import (
 
 if TYPE_CHECKING:
     from advisor.resolve.commands import CommandOverrides
-    from advisor.tuners.act.pilot.script_facts import ScriptFacts
 
 OTHER_TREE = "ADVISOR_PILOT_OTHER_TREE"  # variable: the folder that a WorktreeClient refuses
 INJECTED = Path(__file__).with_name("injected")
@@ -101,17 +97,17 @@ class LazyGuide:
         overrides = CommandOverrides(**run["options"]) if run["options"] else None
         return RecordGuide(run["command"], asked, overrides)
 
-    def saves_memory(self, device: str) -> Collection[str]:
-        return self._guide.saves_memory(device)
+    def _forward(self, name: str, *given: Any) -> Any:
+        """Call a method of the guide."""
+        return getattr(self._guide, name)(*given)
 
-    def takes_over(self) -> bool:
-        return self._guide.takes_over()
-
-    def begin(self, seen: ScriptFacts) -> BlockRequest:
-        return self._guide.begin(seen)
-
-    def next(self, result: BlockResult) -> BlockRequest:
-        return self._guide.next(result)
+    saves_memory = functools.partialmethod(_forward, "saves_memory")
+    takes_over = functools.partialmethod(_forward, "takes_over")
+    begin = functools.partialmethod(_forward, "begin")
+    next = functools.partialmethod(_forward, "next")
+    script_failed = functools.partialmethod(_forward, "script_failed")
+    config_dropped = functools.partialmethod(_forward, "config_dropped")
+    backward_failed = functools.partialmethod(_forward, "backward_failed")
 
     def failed(self, exc: BaseException) -> None:
         """Pass an error on. If nothing trained yet, only errors that the user must know."""
@@ -121,15 +117,6 @@ class LazyGuide:
         matters = why in ("unclear", "untrained") or (why == "brief" and self._run["tune_s"])
         if "_guide" in vars(self) or matters:
             self._guide.failed(exc)
-
-    def script_failed(self, exc: BaseException, request: BlockRequest) -> None:
-        self._guide.script_failed(exc, request)
-
-    def config_dropped(self, exc: BaseException) -> None:
-        self._guide.config_dropped(exc)
-
-    def backward_failed(self, exc: Exception, request: BlockRequest) -> None:
-        self._guide.backward_failed(exc, request)
 
 
 def environment(

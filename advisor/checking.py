@@ -18,7 +18,7 @@ from advisor.tuners.act.pilot.script_facts import ScriptFacts
 from advisor.tuners.decisions import SLOW_TURN_S
 from advisor.tuners.knobs import COMPILE, FORMATS, LAYOUTS, SAVING, described_own
 from advisor.tuners.measure.run.run import Run
-from advisor.tuners.measure.runner import Compared, ConfigFailed
+from advisor.tuners.measure.runner import ConfigFailed
 from advisor.tuners.search.plan import CHECK, Clock, Plan, Progress
 from advisor.tuners.search.ratio import Ratio
 from advisor.tuners.search.visit import Visitor
@@ -127,7 +127,9 @@ def _checked(opened: OpenWorkload, clock: Clock) -> Checked:
         if not compared:
             why = f"the script is neither compared ({found.reason}) nor timed: {untimed}"
             raise WorkerError(why) from exc
-    wrong = [_sentence(found)] if found.outcome == "wrong" else []
+    what = {"format": "its number format", "code": "its compiled code"}
+    blamed = what.get(found.blames, "its optimizer")
+    wrong = [f"{blamed} trains wrong: {found.reason}"] if found.outcome == "wrong" else []
     return Checked(
         own=described_own(own_set, Config(), nothing=""),
         faults=(*wrong, *run.faults),
@@ -138,8 +140,3 @@ def _checked(opened: OpenWorkload, clock: Clock) -> Checked:
         without=without,
         failed=failed,
     )
-
-
-def _sentence(found: Compared) -> str:
-    what = {"format": "its number format", "code": "its compiled code"}
-    return f"{what.get(found.blames, 'its optimizer')} trains wrong: {found.reason}"

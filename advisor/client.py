@@ -43,8 +43,6 @@ REQUEST_TIMEOUT_S, UPLOAD_TIMEOUT_S = 10.0, 300.0
 POLL_S = 2.0
 AWAY_S = 120.0
 """Seconds for which `Client.log` retries an unreachable server."""
-LAUNCHERS = ("python", "torchrun", "accelerate", "deepspeed")
-"""Programs that a worker's machine may have even if this machine does not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -255,9 +253,9 @@ def prepare(asked: JobSpec, folder: Path) -> tuple[JobSpec, CodeArchive | None]:
         what = asked.target or " ".join(asked.command[:2])
         raise TargetError(f"{what!r}: there is no file {file} in {folder}")
     check_open(asked.command)
-    # A misspelt program is refused. The worker may have launchers, absolute paths, those of `env`.
+    # Refuse a misspelt program. The worker may have launchers, absolute paths, and those of `env`.
     word = next(iter(asked.command), "/")
-    known = asked.env or word.startswith(("/", *LAUNCHERS))
+    known = asked.env or word.startswith(("/", "python", "torchrun", "accelerate", "deepspeed"))
     if not known and not ("/" in word and (folder / word).is_file()):
         program(asked.command)
     code = pack(folder)

@@ -92,7 +92,12 @@ class TargetWorkload:
                 if record is None or CHANGED not in str(exc):
                     raise
                 raise UsageError(f"record {record.id}: {exc}; run: {tune_again(record)}") from exc
-            _check_device(self.device, facts.device_uuid)
+            expected = environment.device_uuid(self.device)
+            if facts.device_uuid and expected and facts.device_uuid.lower() != expected.lower():
+                raise UsageError(
+                    f"device {self.device!r}: the driver and CUDA number the GPUs differently; set "
+                    "CUDA_DEVICE_ORDER=PCI_BUS_ID, in training too"
+                )
             key = _key(self._task, self._environment, facts, facts.hooks)
             target = Target(name=facts.name, origin=self._spec.origin, code=facts.code)
             yield OpenWorkload(runner=worker, facts=facts, key=key, target=target)
@@ -101,7 +106,16 @@ class TargetWorkload:
         """The search space; its default becomes the runner's baseline."""
         task, context = self._task, _search_context(opened, plan)
         if task.data:
-            limits = _data_limits(cast(parent.Worker, opened.runner), task, plan, progress)
+            most_s = min(parent.LOAD_S, max(DATA_S, 2 * plan.seconds))
+            progress.notice(
+                f"data {task.data!r}: creating the dataset and a batch; advisor gives up after "
+                f"{most_s:g} s"
+            )
+            data = cast(parent.Worker, opened.runner).describe_data(most_s)
+            workers, by_name, lines = loader_limits(data)
+            for line in lines:
+                progress.notice(line)
+            limits: dict[str, Any] = {"loaded": True, "workers": workers, "by_name": by_name}
             context = dataclasses.replace(context, any_order=task.any_order, **limits)
         space = Space.of(context)
         opened.runner.baseline = space.default
@@ -354,30 +368,6 @@ def _batches(task: Task, facts: Facts, memory_bytes: int) -> tuple[int, ...]:
         return ladder(task.batch, fits=int(2 * memory / per_sample))
     memory = min(task.max_memory or memory_bytes, memory_bytes) // 2
     return ladder(task.batch, fits=min(4 * task.batch, int(memory / per_sample)))
-
-
-def _check_device(named: str, uuid: str) -> None:
-    """Raise UsageError if the device that was measured is not the one that the key names."""
-    expected = environment.device_uuid(named)
-    if uuid and expected and uuid.lower() != expected.lower():
-        raise UsageError(
-            f"device {named!r}: the driver and CUDA number the GPUs differently; set "
-            "CUDA_DEVICE_ORDER=PCI_BUS_ID, in training too"
-        )
-
-
-def _data_limits(
-    worker: parent.Worker, task: Task, plan: Plan, progress: Progress
-) -> dict[str, Any]:
-    """Load the data, and return what `loader_limits` finds, as fields of a SearchContext."""
-    most_s = min(parent.LOAD_S, max(DATA_S, 2 * plan.seconds))
-    progress.notice(
-        f"data {task.data!r}: creating the dataset and a batch; advisor gives up after {most_s:g} s"
-    )
-    workers, by_name, lines = loader_limits(worker.describe_data(most_s))
-    for line in lines:
-        progress.notice(line)
-    return {"loaded": True, "workers": workers, "by_name": by_name}
 
 
 def loader_limits(data: DataFacts) -> tuple[int, bool, list[str]]:

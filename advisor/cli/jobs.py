@@ -181,8 +181,6 @@ def cancel(id: int, server: str | None) -> Parts:
     yield Output(lambda: {"id": id, "state": state}, DONE if cancelled else FAILED)
 
 
-NEEDS = "pip install 'torch-advisor[serve]'"
-
 database_option = option(
     "--database URL",
     "sqlite:////FILE or postgresql+psycopg://USER:PASSWORD@HOST/NAME  [default: "
@@ -253,5 +251,5 @@ def _opened(database: str | None) -> tuple[Any, Any]:
         from advisor.service import run
         from advisor.service.database import Database
     except ImportError as exc:
-        raise UsageError(f"serve: {exc}; run: {NEEDS}") from exc
+        raise UsageError(f"serve: {exc}; run: pip install 'torch-advisor[serve]'") from exc
     return run, Database(database)

@@ -21,6 +21,7 @@ from advisor.cli import options
 from advisor.cli.options import DONE, FAILED, Output, Parts, json_or_text, option, warn
 from advisor.errors import StoreError, UsageError
 from advisor.open_store import open_records
+from advisor.persistence import forget_studies
 
 only_options = options.option_group(
     option("--target TEXT", "Only records whose target's name has TEXT."),
@@ -130,8 +131,6 @@ def forget(key: str | None, everything: bool, cache: str | None) -> Parts:
     """Remove the record KEY, or all records, unreadable ones included."""
     if (key is None) == (not everything):
         raise UsageError("name one KEY, or --all; to see the keys, run: advisor show")
-    from advisor.persistence import forget_studies
-
     records = open_records(cache)
     versions = records.named(key)
     stuck = [f"{line}; nothing was removed from this store" for line in records.unreachable]

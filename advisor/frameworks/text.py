@@ -39,6 +39,11 @@ class Emitted:
     def __init__(
         self, framework: Framework, record: Record, *, batch: int | None = None, free: bool = False
     ) -> None:
+        def require(lacks: Mapping[str, object]) -> None:
+            if lacks:
+                said = f"{title} has no setting for {keywords(lacks)}, with which {record.id} is"
+                raise NoRecord(f"{said} tuned")
+
         def lacks(config: Config, at: int | None = None) -> dict[str, Any]:
             return framework.setup(record, config, at).unsupported
 
@@ -46,12 +51,12 @@ class Emitted:
         if task.mode != "train":
             raise NoRecord(f"{record.id} was tuned for mode {task.mode}; {title} only trains")
         # The advice may save less memory than the baseline.
-        self._require(lacks(record.baseline.config.without(*SAVING)), title, record)
+        require(lacks(record.baseline.config.without(*SAVING)))
         request = Request(
             batch=batch, free=free, fits=lambda _record, config: not lacks(config, batch)
         )
         answered = answer(record, request)
-        self._require(lacks(answered.config.only(*SAVING)), title, record)
+        require(lacks(answered.config.only(*SAVING)))
         self.framework, self.reason = framework, answered.reason
         self.setup = framework.setup(record, answered.config, batch)
         self.beyond = {
@@ -59,12 +64,6 @@ class Emitted:
             for name, choice in record.choices.items()
             if (choice.batch == record.batch or free) and (lost := lacks(choice.config))
         }
-
-    @staticmethod
-    def _require(lacks: Mapping[str, object], title: str, record: Record) -> None:
-        if lacks:
-            what = keywords(lacks)
-            raise NoRecord(f"{title} has no setting for {what}, with which {record.id} is tuned")
 
 
 def text(found: Emitted) -> str:

@@ -68,7 +68,16 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     force: bool = False
 
     def __post_init__(self) -> None:
-        self._check_device()
+        if self.gpu and not self.gpus:
+            raise UsageError(f"gpu {self.gpu[:80]!r}: the job is for the CPU; leave gpu out")
+        if self.gpu and not _GPU.fullmatch(self.gpu):
+            raise UsageError(f"gpu {self.gpu[:80]!r}: expected a part of a GPU's name, e.g. H100")
+        if not 0 <= self.gpus <= MAX_GPUS:
+            raise UsageError(f"gpus {self.gpus}: expected 0 for the CPU, or 1 to {MAX_GPUS}")
+        device = str(self.options.get("device") or "")
+        if device and (device == "cpu") != (self.gpus == 0):
+            count = f"device {device[:20]!r} with gpus {self.gpus}"
+            raise UsageError(f"{count}: expected gpus 0 for device cpu, and 1 or more otherwise")
         if bool(self.command) == bool(self.target):
             raise UsageError("command, target: give one of the two")
         if self.command and not Words().checked("command", self.command)[0]:
@@ -85,18 +94,6 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         outside = path.is_absolute() or ".." in path.parts or "\\" in self.folder
         if outside or (self.folder and not self.archive):
             raise UsageError(f"folder {self.folder[:80]!r}: expected a folder in the archive")
-
-    def _check_device(self) -> None:
-        if self.gpu and not self.gpus:
-            raise UsageError(f"gpu {self.gpu[:80]!r}: the job is for the CPU; leave gpu out")
-        if self.gpu and not _GPU.fullmatch(self.gpu):
-            raise UsageError(f"gpu {self.gpu[:80]!r}: expected a part of a GPU's name, e.g. H100")
-        if not 0 <= self.gpus <= MAX_GPUS:
-            raise UsageError(f"gpus {self.gpus}: expected 0 for the CPU, or 1 to {MAX_GPUS}")
-        device = str(self.options.get("device") or "")
-        if device and (device == "cpu") != (self.gpus == 0):
-            count = f"device {device[:20]!r} with gpus {self.gpus}"
-            raise UsageError(f"{count}: expected gpus 0 for device cpu, and 1 or more otherwise")
 
     @classmethod
     def given(

@@ -20,7 +20,6 @@ from advisor.tuners.search.plan import Progress
 if TYPE_CHECKING:
     from advisor.tuners.search.journal import JournaledTrial
 
-REASON_LENGTH = 60
 SHOWN_WAIT = 0.05
 """A smaller share of time spent waiting for data is not shown."""
 
@@ -70,7 +69,7 @@ def _result(done: JournaledTrial) -> Iterator[str]:
     measured, ratio, compared = done.trial.measurement, done.ratio, done.compared
     if not measured.ok:
         yield outcome(measured)
-        yield shorten(measured.reason, REASON_LENGTH, placeholder=" ...")
+        yield shorten(measured.reason, 60, placeholder=" ...")
         return
     if measured.step_s:
         yield f"{rate(1 / measured.step_s)} steps/s"
