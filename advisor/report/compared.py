@@ -49,8 +49,8 @@ def _speed(blocks: Sequence[Block]) -> dict[str, float]:
 def lines(found: CommandsCompared) -> Iterator[str]:
     """Lines on the losses and on the speed."""
     if losses := found.turns.losses():
-        beyond = "differ by more than their noise" if losses.differ else "do not differ beyond their noise"
-        yield f"losses {beyond}, over the same {losses.steps} steps"
+        beyond = "differ by more than" if losses.differ else "do not differ beyond"
+        yield f"losses {beyond} their noise, over the same {losses.steps} steps"
     else:
         yield "losses are not compared, as too few steps passed a number to backward"
     yield verdict(found)
