@@ -126,7 +126,7 @@ def tuned(workload: AnyWorkload, plan: Plan, *, cache: Cache, progress: Progress
     with measuring(records, workload.words, lock_names(workload.device)):
         if not isinstance(workload, RunWorkload):
             return measured(workload, plan, records, progress)
-        asked = workload.permitted | {"frees_batch": workload.frees_batch}
+        asked = workload.permitted | ({"frees_batch": True} if workload.frees_batch else {})
         call = CommandCall(records, workload.words, asked, plan)
         if not plan.force and (known := call.known()) is not None:
             return Tuned(record=known, known=True, finished=True)
