@@ -290,8 +290,6 @@ def test_a_start_that_the_executor_did_not_confirm_is_undone(harness: Harness) -
         harness.reconciler(fake).turn()
         assert harness.job(number)[1].endswith(f"executor fake: {fake.silent}")
         assert harness.attempts(number) == []
-        with harness.database.reading() as session:
-            assert attempts.of_start(session, fake.started[-1].token) is None
         set_rows(harness.server, JobRow, due=0.0)
     fake.silent = ""
     harness.reconciler(fake).turn()
