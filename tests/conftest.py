@@ -25,6 +25,7 @@ from advisor.tuners.measure.run import guarded_process
 from tests import forks
 from tests.cache import servers
 
+_loaded_without = host.loaded_without
 _MEMORY = Path("/dev/shm")
 _ENOUGH_BYTES = 2 * 2**30
 """Bytes. A session needs a third of it at most, and leaves nothing if its tests pass."""
@@ -88,6 +89,8 @@ def isolated_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONDONTWRITEBYTECODE", "1")
         patch.setattr(guarded_process, "subprocess", forks.FORKING)
+        # A fork began with the variables of its server.
+        patch.setattr(host, "loaded_without", lambda *_: False)
         cpu = host.cpu().replace("bf16", "")  # every host acts as one without bf16 kernels
         patch.setattr(host, "cpu", lambda: cpu)
         folder = tmp_path_factory.mktemp("nobody")
@@ -106,6 +109,7 @@ def own_surroundings(
     """Points ADVISOR_CACHE to a fresh folder, which is returned and does not exist yet."""
     if request.node.get_closest_marker("e2e"):
         monkeypatch.setattr(guarded_process, "subprocess", subprocess)
+        monkeypatch.setattr(host, "loaded_without", _loaded_without)
     folder = tmp_path_factory.mktemp("advisor") / "cache"
     monkeypatch.setenv("XDG_DATA_HOME", str(folder.parent / "data"))  # the user's own key
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
