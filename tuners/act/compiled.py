@@ -64,29 +64,31 @@ class CompiledCode:
     """Tracks which code each config has compiled, so that a config's code can be freed."""
 
     def __init__(self) -> None:
-        self._graphs = graphs_compiled()
-        self._codes = {str(entry.compile_id) for entry in _entries()}
-        self._replays = set(_replayed())
+        self._graphs, self._known = graphs_compiled(), _ids()
 
-    def claim(self) -> tuple[set[str], set[int]]:
-        """The ids of code compiled, and of functions given CUDA graphs, since the last call."""
+    def claim(self) -> set[str | int]:
+        """The ids of code compiled (texts), and of functions given CUDA graphs (numbers), since the
+        last call."""
         if graphs_compiled() == self._graphs:
-            return set(), set()
+            return set()
         self._graphs = graphs_compiled()
-        codes = {str(entry.compile_id) for entry in _entries()} - self._codes
-        replays = set(_replayed()) - self._replays
-        self._codes |= codes
-        self._replays |= replays
-        return codes, replays
+        new = _ids() - self._known
+        self._known |= new
+        return new
 
 
-def free(codes: set[str], replays: set[int]) -> None:
+def free(ids: set[str | int]) -> None:
     """Free the code that `CompiledCode.claim` returned; CUDA graphs' shared memory pool stays."""
-    with contextlib.suppress(ImportError, AttributeError):
-        _free_code(codes)
-    with contextlib.suppress(ImportError, AttributeError):
-        _free_replays(replays)
+    for act in (_free_code, _free_replays):
+        with contextlib.suppress(ImportError, AttributeError):
+            act(ids)
     gc.collect()
+
+
+def _ids() -> set[str | int]:
+    # Those of the functions for which CUDA graphs are or will be recorded, too.
+    replays = {number.id for manager in _managers() for number in manager.ids_to_funcs}
+    return {*(str(entry.compile_id) for entry in _entries()), *replays}
 
 
 def _entries() -> list[Any]:
@@ -102,12 +104,12 @@ def _entries() -> list[Any]:
     ]
 
 
-def _free_code(codes: set[str]) -> None:
+def _free_code(ids: set[str | int]) -> None:
     from torch._dynamo.guards import DeletedGuardManagerWrapper
     from torch._dynamo.utils import CleanupManager
 
     for entry in _entries():
-        if str(entry.compile_id) not in codes or entry.guard_manager.extra_state is None:
+        if str(entry.compile_id) not in ids or entry.guard_manager.extra_state is None:
             continue
         code, manager = entry.code, entry.guard_manager
         manager.extra_state.invalidate(entry, DeletedGuardManagerWrapper("advisor frees it"))
@@ -128,18 +130,13 @@ def _managers() -> Iterator[Any]:
                 yield manager
 
 
-def _replayed() -> Iterator[int]:
-    """The ids of the functions for which CUDA graphs are or will be recorded."""
-    return (number.id for manager in _managers() for number in manager.ids_to_funcs)
-
-
-def _free_replays(replays: set[int]) -> None:
+def _free_replays(ids: set[str | int]) -> None:
     for manager in _managers():
         node = manager.current_node
-        if node is not None and node.wrapped_function.id.id in replays:
+        if node is not None and node.wrapped_function.id.id in ids:
             if type(node).__name__ != "CUDAGraphNode":
                 continue  # a warm-up run before the recording, which may be needed
             manager.clear_current_path_state_and_set_to_none()
         for held in (manager.roots, manager.ids_to_funcs):
-            for number in [one for one in held if one.id in replays]:
+            for number in [one for one in held if one.id in ids]:
                 del held[number]

@@ -150,7 +150,7 @@ class ConfigSwitch:
         self._replays = Replays()
         self._fallbacks = math.inf
         self._compiled_code = CompiledCode()
-        self._made: dict[Config, tuple[set[str], set[int]]] = {}
+        self._made: dict[Config, set[str | int]] = {}
         self._seen = {own: AppliedConfig(own, own, device)}
         self._flags = Config()
         self._kept: dict[Config, dict[nn.Module, tuple[Callable[..., Any], CompiledRegions]]] = {}
@@ -222,17 +222,15 @@ class ConfigSwitch:
         code = _code(self._seen.pop(config))
         if code not in map(_code, self._seen.values()):
             self._kept.pop(code, None)
-            free(*self._made.pop(code, (set(), set())))
+            free(self._made.pop(code, set()))
         if not any(applied.layouts for applied in self._seen.values()):
             self._storages = Storages()  # weights are where the script has them
         self._make_room()
 
     def _claim(self) -> None:
         """Assign the code that was compiled since the last call to the present config."""
-        made = self._made.setdefault(_code(self._seen[self.config]), (set(), set()))
-        codes, replays = self._compiled_code.claim()
-        made[0].update(codes)
-        made[1].update(replays)
+        made = self._made.setdefault(_code(self._seen[self.config]), set())
+        made |= self._compiled_code.claim()
 
     def _make_room(self) -> None:
         if self._device.type == "cuda":

@@ -48,8 +48,7 @@ class _Built:
     """A workload with its compiled code."""
 
     workload: Workload
-    codes: set[str] = field(default_factory=set)
-    replays: set[int] = field(default_factory=set)
+    code: set[str | int] = field(default_factory=set)  # ids, as of `CompiledCode.claim`
     own_bytes: int = 0  # of memory that it holds
     peak_bytes: int = 0  # of memory that it has held at most
 
@@ -139,9 +138,9 @@ class Bench:
             self._leave()
         built = None if self._loads(config) else self._built.pop(config.without(*INPUTS), None)
         if built is not None:
-            codes, replays = built.codes, built.replays
+            code = built.code
             del built
-            free(codes, replays)
+            free(code)
 
     def save(self, config: Config, file: str) -> bool:
         self._with_room(config, lambda: self._workload(config.without(*INPUTS)))
@@ -210,9 +209,7 @@ class Bench:
         if not self._cuda and most and peak > most:
             said = f"it held {size(peak)} of the {size(most)} permitted"
             raise ConfigFailed("out_of_memory", said)
-        codes, replays = self._code.claim()
-        built.codes |= codes
-        built.replays |= replays
+        built.code |= self._code.claim()
         if self._fed is None:  # a loader's batches are freed with the loader
             built.own_bytes = self._allocated() - held
         built.peak_bytes = max(built.peak_bytes, peak)
