@@ -7,11 +7,12 @@ cannot be read (after a full disk or a power cut) costs this trial and later one
 from __future__ import annotations
 
 import bisect
+import io
 import itertools
 import json
 import math
 import os
-import stat
+
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,6 +26,7 @@ from optuna.trial import FrozenTrial
 from advisor.cache.codec import from_plain, to_plain
 from advisor.cache.config import Config
 from advisor.cache.record import Measurement, Trial
+from advisor.cache.stores.filesystem import read_regular
 from advisor.errors import RecordDamaged, UsageError
 from advisor.tuners.measure.runner import Compared
 from advisor.tuners.search.ratio import Ratio
@@ -97,19 +99,14 @@ def _opened(path: Path, name: str) -> optuna.Study:
 
 def _read(path: Path) -> tuple[list[bytes], str]:
     """The lines before the first unreadable one, and what is wrong with that one, or ''."""
+    if path.is_symlink():
+        return [], "a link, which is not followed"
     try:
-        # Links are not followed, and pipes are not waited for.
-        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        lines = list(io.BytesIO(read_regular(path, MAX_JOURNAL_BYTES)))
     except FileNotFoundError:
         return [], ""
     except OSError as exc:
         return [], exc.strerror or str(exc)
-    found = os.fstat(handle)
-    if not stat.S_ISREG(found.st_mode) or found.st_size > MAX_JOURNAL_BYTES:
-        os.close(handle)
-        return [], f"no plain file of at most {MAX_JOURNAL_BYTES} bytes"
-    with os.fdopen(handle, "rb") as file:
-        lines = list(file)
     good = list(itertools.takewhile(_is_whole, lines))
     return good, f"line {len(good) + 1} of {len(lines)} cannot be read" * (len(good) < len(lines))
 
