@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Protocol
 
 from advisor.cache.config import Config
+from advisor.tuners.act.pilot.protocol import TimedSteps
 from advisor.tuners.decisions import GAIN
 
 UNVERIFIED = "unverified"  # outcome of a comparison that could not decide
@@ -14,23 +15,11 @@ MIN_SHARE = 1e-3  # at least this share of a block's samples or time counts: no 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Block:
-    """Some steps in a row with one config, over all processes of a job."""
+class Block(TimedSteps):
+    """The steps of all processes of a job: all samples and joules, the mean losses, `seconds`,
+    `extra_s` and `counted` of the slowest process, and the largest of the other figures."""
 
-    steps: int  # that were timed
-    samples: int  # of all processes in these steps
-    seconds: float  # wall clock of the slowest process, the device synchronized at both ends
-    first_s: float = 0.0  # seconds of building and untimed steps, if the block switched configs
-    waited_s: float = 0.0  # of `seconds`, waiting for data
     gpu_s: float = 0.0  # of `seconds`, by the device's clock; 0 if that is not known
-    extra_s: float = 0.0  # of `seconds`, recomputing and copying activations to save memory
-    peak_bytes: int = 0  # of device memory since the switch to the config
-    compiled: int = 0  # graphs that torch.compile made within the timed steps
-    drained_share: float = 0.0  # share of batches by which the loader's backlog grew
-    prefetched: int = 0  # batches that the loader's workers may have ready
-    joules: float = 0.0  # of the GPUs of all processes; 0 if one has no counter
-    counted: Config = Config()  # noqa: RUF009 # immutable; as of `StepFlops.end`
-    losses: tuple[float, ...] = ()  # of each step, the mean over all processes; if asked for
 
     @property
     def outruns_loader(self) -> bool:

@@ -68,27 +68,33 @@ class BlockRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BlockResult:
-    """The timed steps of one request."""
+class TimedSteps:
+    """Some steps in a row with one config, of one process or of a job's processes together."""
 
-    steps: Count = 0
-    samples: Count = 0  # of this process
-    seconds: Seconds = 0.0  # wall clock, including the device's work
-    first_s: Seconds = 0.0  # of the untimed steps, if the request switched to another config
-    waited_s: Seconds = 0.0  # for data
-    peak_bytes: Bytes = 0
-    extra_s: Seconds = 0.0  # to recompute and to copy activations
-    compiled: Count = 0  # graphs that torch.compile made
+    steps: Count = 0  # that were timed
+    samples: Count = 0  # in these steps
+    seconds: Seconds = 0.0  # wall clock, the device synchronized at both ends
+    first_s: Seconds = 0.0  # of building and untimed steps, if they switched to another config
+    waited_s: Seconds = 0.0  # of `seconds`, waiting for data
+    extra_s: Seconds = 0.0  # of `seconds`, recomputing and copying activations to save memory
+    peak_bytes: Bytes = 0  # of device memory since the switch to the config
+    compiled: Count = 0  # graphs that torch.compile made within the timed steps
     drained_share: Share = 0.0  # of batches by which the loader's backlog grew
-    prefetched: Count = 0  # batches that workers have ready or are loading
-    joules: Amount = 0.0  # of this process's GPU; 0 without a counter
+    prefetched: Count = 0  # batches that the loader's workers have ready or are loading
+    joules: Amount = 0.0  # of the GPUs; 0 if one has no counter
     counted: Config = Config()  # noqa: RUF009 # immutable; as of `StepFlops.end`, and `epoch`
+    losses: tuple[float, ...] = ()  # of each step, untimed ones too: the sum over its backwards
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockResult(TimedSteps):
+    """The timed steps of one request, in one process."""
+
     outcome: str = "ok"  # or how the config failed; the script then went on without it
     reason: str = ""
     blames: str = ""  # as in `Compared`, like outcome and reason after a comparison
     faults: tuple[str, ...] = ()  # of the unmodified script, as sentences, once it is checked
     watches: bool = False  # whether later steps may show another fault
-    losses: tuple[float, ...] = ()  # of each step, untimed ones too: the sum over its backwards
 
 
 class Guide(Protocol):
