@@ -353,12 +353,6 @@ def _own_loading(
     return None if script.loading.most else ScriptValue(None, why=why)
 
 
-def _off_on(
-    active: Callable[[SearchContext], bool],
-) -> Callable[[SearchContext], tuple[Value, ...]]:
-    return lambda here: (False, True) if active(here) else ()
-
-
 KNOBS: tuple[Knob, ...] = (
     Knob(
         name="precision",
@@ -390,7 +384,7 @@ KNOBS: tuple[Knob, ...] = (
     Knob(
         name="channels_last",
         summary="channels-last memory format of weights and inputs (NHWC, NDHWC)",
-        values=_off_on(lambda here: here.convolves and here.dimensions in (4, 5)),
+        values=lambda here: SWITCH if here.convolves and here.dimensions in (4, 5) else (),
         guess="alone",
         script=_own_layout,
         model=_lay_out_model,
@@ -428,7 +422,7 @@ KNOBS: tuple[Knob, ...] = (
     Knob(
         name="fused_optimizer",
         summary="one fused kernel for the optimizer step (default: foreach on CUDA, else a loop)",
-        values=_off_on(lambda here: here.training),
+        values=lambda here: SWITCH if here.training else (),
         numerics=True,
         guess="leader",
         # For steps that the GradScaler skips, see `init_momentum`.
@@ -452,7 +446,7 @@ KNOBS: tuple[Knob, ...] = (
     Knob(
         name="dynamic_shapes",
         summary="compile once for inputs of any length, if a run's inputs vary",
-        values=_off_on(lambda here: here.varies and "default" in _compile_modes(here)),
+        values=lambda here: SWITCH if here.varies and "default" in _compile_modes(here) else (),
         numerics=True,
         # A CUDA graph has one fixed shape, and only compiled code has dynamic shapes.
         conflicts={"compile": tuple(m for m in ("none", *COMPILE_MODES_FULL) if m != "default")},
@@ -486,7 +480,9 @@ KNOBS: tuple[Knob, ...] = (
     Knob(
         name="step_graph",
         summary="the whole training step as one CUDA graph, through advice.capture",
-        values=_off_on(lambda here: here.device == "cuda" and here.training and here.step_graph),
+        values=lambda here: (
+            SWITCH if here.device == "cuda" and here.training and here.step_graph else ()
+        ),
         numerics=True,
         guess="alone",
         # CUDA graphs do not nest. A captured step always has the fused optimizer: only that one
@@ -569,7 +565,7 @@ KNOBS: tuple[Knob, ...] = (
         name="persistent_workers",
         summary="loader workers that stay from one epoch to the next",
         # A running script may change its dataset between two epochs.
-        values=_off_on(lambda here: here.use != PILOT and here.workers > 0),
+        values=lambda here: SWITCH if here.use != PILOT and here.workers > 0 else (),
         conflicts={"num_workers": (0,)},
         stage=INPUT,
         by_rule=True,
@@ -579,7 +575,7 @@ KNOBS: tuple[Knob, ...] = (
         name="pin_memory",
         summary="page-locked host memory with asynchronous copies to the device",
         # Without workers, pinning gains nothing.
-        values=_off_on(lambda here: here.device == "cuda" and here.workers > 0),
+        values=lambda here: SWITCH if here.device == "cuda" and here.workers > 0 else (),
         conflicts={"num_workers": (0,)},
         guess="alone",
         stage=INPUT,
