@@ -730,7 +730,7 @@ def test_removing_a_patch_keeps_later_patches() -> None:
             return "own"
 
     def patch(where: Any, word: str) -> Patch:
-        return Patch(where, "name", lambda plain: lambda *args: f"{word} {plain(*args)}")
+        return Patch(where, "name", lambda plain, *args: f"{word} {plain(*args)}")
 
     ours, theirs = (patch(Owner, word) for word in ("ours", "theirs"))
     names = [Owner().name()]

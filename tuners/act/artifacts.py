@@ -63,15 +63,12 @@ def use_stable_keys() -> None:
     if pickler is None or _stable_keys is not None:
         return
 
-    def stable(plain: Callable[..., Any]) -> Callable[..., Any]:
-        def begin(self: Any, *args: Any, **kwargs: Any) -> None:
-            plain(self, *args, **kwargs)
-            # The pickle is only hashed, and never loaded.
-            self.dispatch_table |= dict.fromkeys((torch.memory_format, torch.dtype), _by_name)
+    def begin(plain: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> None:
+        plain(self, *args, **kwargs)
+        # The pickle is only hashed, and never loaded.
+        self.dispatch_table |= dict.fromkeys((torch.memory_format, torch.dtype), _by_name)
 
-        return begin
-
-    _stable_keys = Patch(pickler, "__init__", stable)
+    _stable_keys = Patch(pickler, "__init__", begin)
 
 
 def restore_keys() -> None:

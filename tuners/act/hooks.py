@@ -47,14 +47,15 @@ Remove = Callable[[], None]
 
 
 class Patch:
-    """Replaces a function of an object or a class by `replacement(function)`. If other code patches
-    the function later, that patch stays; a removed Patch only calls the original."""
+    """Has `act` called in place of a function of an object or a class, with that function as its
+    first argument. If other code patches the function later, that patch stays; a removed Patch only
+    calls the original."""
 
-    def __init__(self, owner: Any, name: str, replacement: Callable[[Function], Function]) -> None:
+    def __init__(self, owner: Any, name: str, act: Function) -> None:
         self._owner, self._name = owner, name
         self._inherited = name not in vars(owner)
         self._original: Function = getattr(owner, name)
-        self._acts = replacement(self._original)
+        self._acts: Function = partial(act, self._original)
 
         bound = isinstance(self._original, MethodType)
 
@@ -181,7 +182,7 @@ class CallHooks:
         warnings.filterwarnings("ignore", ".*when there are global hooks on modules")
         self._before = register_module_forward_pre_hook(enter)
         self._after = register_module_forward_hook(leave, with_kwargs=True, always_call=True)
-        self._compile = Patch(nn.Module, "compile", lambda plain: partial(compile, plain))
+        self._compile = Patch(nn.Module, "compile", compile)
 
     def pause(self) -> None:
         """Stop reporting. The hooks stay if they may be part of the script's compiled code, which
@@ -230,7 +231,7 @@ def on_backward(
             for tensor in tree_leaves(tensors):
                 tensor.detach_()
 
-    return Patch(torch.autograd, "backward", lambda plain: partial(backward, plain)).remove
+    return Patch(torch.autograd, "backward", backward).remove
 
 
 @contextmanager
@@ -245,7 +246,7 @@ def no_autocast(kind: str) -> Iterator[None]:
         finally:
             context._enabled = own
 
-    patch = Patch(torch.autocast, "__enter__", lambda plain: partial(enter, plain))
+    patch = Patch(torch.autocast, "__enter__", enter)
     try:
         with torch.autocast(kind):
             yield
@@ -263,4 +264,4 @@ def on_script_failure(failed: Callable[[BaseException], None]) -> Remove:
             sys.stderr.flush()
             failed(exc)
 
-    return Patch(sys, "excepthook", lambda plain: partial(hook, plain)).remove
+    return Patch(sys, "excepthook", hook).remove

@@ -12,7 +12,6 @@ import itertools
 import json
 import math
 import os
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple

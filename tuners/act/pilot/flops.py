@@ -59,7 +59,7 @@ class StepFlops:
         if triton := sys.modules.get("triton.runtime.jit"):  # a launch of a kernel is no operator
             watched.append((triton.JITFunction, "run", self._launched))
         for owner, name, watch in watched:
-            self._ends.callback(Patch(owner, name, partial(partial, watch)).remove)
+            self._ends.callback(Patch(owner, name, watch).remove)
 
     def end(self, samples: int) -> Config:
         """For one of the step's `samples`: `flops`, and `convolved`, those of convolutions. And

@@ -79,8 +79,8 @@ class Loaders:
         self._epochs: weakref.WeakKeyDictionary[Any, _LoaderEpoch] = weakref.WeakKeyDictionary()
         self._given: dict[str, Any] = {}
         self._patches = [
-            Patch(DataLoader, "__iter__", lambda plain: lambda one: self._begin(one, plain)),
-            Patch(_BaseDataLoaderIter, "__next__", lambda plain: lambda i: self._timed(i, plain)),
+            Patch(DataLoader, "__iter__", self._begin),
+            Patch(_BaseDataLoaderIter, "__next__", self._timed),
         ]
 
     def restart_observation(self) -> None:
@@ -161,7 +161,7 @@ class Loaders:
             for patch in self._patches:
                 patch.remove()
 
-    def _begin(self, loader: DataLoader[Any], plain: Callable[[Any], Any]) -> Any:
+    def _begin(self, plain: Callable[[Any], Any], loader: DataLoader[Any]) -> Any:
         workers, timeout, own, why = loader.num_workers, loader.timeout, {}, ""
         if self._override and workers > 0 and not isinstance(loader, _AdvisorLoader):
             why = _why_untouched(loader)
@@ -181,7 +181,7 @@ class Loaders:
         self._unfinished_before += _outstanding(iterator)[1]
         return iterator
 
-    def _timed(self, iterator: Any, plain: Callable[[Any], Any]) -> Any:
+    def _timed(self, plain: Callable[[Any], Any], iterator: Any) -> Any:
         if threading.current_thread() is not threading.main_thread():
             return plain(iterator)
         began, epoch = time.perf_counter(), self._epochs.get(iterator)

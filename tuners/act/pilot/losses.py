@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -27,8 +26,7 @@ class LossObserver:
         """Forget the losses so far."""
         if not self._steps:
             self._hooks.callback(hooks.on_backward(self._keep))
-            scale: Callable[[Any], Any] = functools.partial(functools.partial, self._scale)
-            self._hooks.callback(hooks.Patch(torch.amp.GradScaler, "scale", scale).remove)
+            self._hooks.callback(hooks.Patch(torch.amp.GradScaler, "scale", self._scale).remove)
         self._steps = [[]]
 
     def taken(self) -> tuple[float, ...]:

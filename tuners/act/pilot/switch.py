@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import math
 import traceback
@@ -354,8 +353,7 @@ class ConfigSwitch:
             finally:
                 optimizer.param_groups = groups
 
-        patch = Patch(optimizer, "step", lambda step: functools.partial(protected, step))
-        self._watching.callback(patch.remove)
+        self._watching.callback(Patch(optimizer, "step", protected).remove)
 
     def _saved(self, optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
         """Return an optimizer's state_dict with the script's own kernels; `saved` stays."""

@@ -7,7 +7,6 @@ import gc
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 import torch
@@ -46,10 +45,10 @@ class ScriptChecks:
         self._epochs = self._epochs_now = 0  # that ended, and of which a step has followed
         self._batches: Any = None  # the iterator that gave the last batch
         self._feeds: Any = None  # the iterator whose batch the last step took
-        scale = Patch(torch.amp.GradScaler, "scale", lambda plain: partial(self._scaled, plain))
-        batch = Patch(_BaseDataLoaderIter, "__next__", lambda plain: partial(self._batch, plain))
-        removes = [one.register_step_pre_hook(self._begins).remove for one in optimizers]
-        self._removes = [scale.remove, batch.remove, STEP_HOOKS.register(self._stepped), *removes]
+        hooks: list[Any] = [one.register_step_pre_hook(self._begins) for one in optimizers]
+        hooks.append(Patch(torch.amp.GradScaler, "scale", self._scaled))
+        hooks.append(Patch(_BaseDataLoaderIter, "__next__", self._batch))
+        self._removes = [STEP_HOOKS.register(self._stepped), *(one.remove for one in hooks)]
 
     def close(self) -> None:
         for remove in self._removes:
