@@ -24,8 +24,6 @@ class AtenRecorder:
     operation's name; if true, replays leave it out."""
 
     device = "cpu"
-    random_state = staticmethod(torch.get_rng_state)
-    set_random_state = staticmethod(torch.set_rng_state)
 
     def __init__(self) -> None:
         self.fault: Callable[[str], bool] = lambda _name: False

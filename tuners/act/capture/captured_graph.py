@@ -17,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from advisor.tuners.act.capture.object_graph import ObjectGraph, Values
+from advisor.tuners.act.pilot.loop_observer import RngState
 
 
 class Recorder:
@@ -56,13 +57,6 @@ class Recorder:
                 here.add_(1)
             raise
         return graph.replay, output
-
-    def random_state(self) -> Any:
-        return torch.get_rng_state(), torch.cuda.get_rng_state()
-
-    def set_random_state(self, state: Any) -> None:
-        torch.set_rng_state(state[0])
-        torch.cuda.set_rng_state(state[1])
 
 
 RECORDERS: dict[str, Callable[[], Recorder]] = {"cuda": Recorder}
@@ -280,15 +274,12 @@ class CapturedGraph:
 class StateSnapshot:
     """All that a step may change: tensors, gradients, Python's values, random numbers."""
 
-    def __init__(
-        self, tensors: list[Tensor], weights: list[Tensor], recorder: Recorder, objects: ObjectGraph
-    ) -> None:
-        self._recorder, self._objects = recorder, objects
+    def __init__(self, tensors: list[Tensor], weights: list[Tensor], objects: ObjectGraph) -> None:
+        self._objects, self._random = objects, RngState()
         self._gradients = [(weight, weight.grad) for weight in weights]
         self._written = [*tensors, *(g for _, g in self._gradients if g is not None)]
         self._clones = [tensor.detach().clone() for tensor in self._written]
         self.tensors, self.clones = tensors, self._clones[: len(tensors)]
-        self._random = recorder.random_state()
         self.values = objects.read()
 
     def restore(self) -> None:
@@ -297,7 +288,7 @@ class StateSnapshot:
                 tensor.detach().copy_(clone)
         for weight, gradient in self._gradients:
             weight.grad = gradient
-        self._recorder.set_random_state(self._random)
+        self._random.restore()
         self._objects.restore(self.values)
 
 

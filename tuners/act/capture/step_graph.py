@@ -141,7 +141,7 @@ class StepGraph:
             return self._run_eager(batch)
         # Buffers are small and are copied for a second try; weights are not.
         buffers = [buffer for model in self._models for buffer in model.buffers()]
-        start = StateSnapshot(buffers, [], self._recorder, self._captured.objects)
+        start = StateSnapshot(buffers, [], self._captured.objects)
         with (
             self._optimizers.counting() as stepped,
             _memory("for both the graph and a batch of another shape", start, stepped),
@@ -273,7 +273,7 @@ class StepGraph:
         buffers = (b for model in self._models for b in model.buffers())
         state = dict.fromkeys((*weights, *buffers, *self._optimizers.state(), *self._written))
         tensors = [one for one in state if _can_be_filled(one)]
-        return StateSnapshot(tensors, [*weights], self._recorder, objects)
+        return StateSnapshot(tensors, [*weights], objects)
 
     def _give_up(self, reason: str, level: int = 3) -> None:
         self.failure = reason
