@@ -131,6 +131,12 @@ def allocated(device: torch.device) -> int:
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
 
+def synchronize(device: torch.device) -> None:
+    """Wait for a GPU's work; on a CPU nothing."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def free_bytes(device: torch.device) -> int:
     """Bytes of a GPU that this process may still allocate, within its limit."""
     free, total = torch.cuda.mem_get_info(device)

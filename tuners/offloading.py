@@ -39,22 +39,22 @@ class ExtraTime:
         if not self.counts:
             yield
             return
-        began = _now(device)
+        began = moment(device)
         try:
             yield
         finally:  # a second call ends early, by an exception
-            self._spans.append((began, _now(device)))
+            self._spans.append((began, moment(device)))
 
     def take(self) -> float:
         """Return the seconds since the last call."""
         taken, self._spans = self._spans, []
-        return math.fsum(_seconds(*span) for span in taken)
+        return math.fsum(elapsed_s(*span) for span in taken)
 
 
 _Moment = float | torch.cuda.Event
 
 
-def _now(device: torch.device) -> _Moment:
+def moment(device: torch.device) -> _Moment:
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -62,7 +62,8 @@ def _now(device: torch.device) -> _Moment:
     return event
 
 
-def _seconds(began: _Moment, ended: _Moment) -> float:
+def elapsed_s(began: _Moment, ended: _Moment) -> float:
+    """Seconds between two moments, on a GPU by its own clock; waits for the second one."""
     if isinstance(began, float) and isinstance(ended, float):
         return ended - began
     assert isinstance(began, torch.cuda.Event) and isinstance(ended, torch.cuda.Event)

@@ -36,7 +36,6 @@ from advisor.tuners.act.pilot.protocol import (
     Guide,
 )
 from advisor.tuners.decisions import HEADROOM, IN_A_ROW, MAX_OBSERVED_STEPS
-from advisor.tuners.environment import allocated, expand_segments, free_bytes, limit_memory
 from advisor.tuners.faults import NEEDS_OPTIMIZER, UNSTEPPED, Stopped, failure, is_out_of_memory
 from advisor.tuners.knobs import CHECKPOINT
 from advisor.tuners.offloading import EXTRA_TIME, offload_in_place
@@ -203,9 +202,9 @@ class Pilot:
         if self._saves is None:
             device = next(module.parameters()).device
             self._saves = self._guide.saves_memory(str(device))
-            limit_memory(device, int(os.environ.get(MAX_MEMORY) or 0))
+            environment.limit_memory(device, int(os.environ.get(MAX_MEMORY) or 0))
             if self._saves:
-                expand_segments(device)
+                environment.expand_segments(device)
         if not self._saves:
             return None
         from advisor.tuners.act.pilot.switch import callable_module
@@ -322,7 +321,7 @@ class Pilot:
         if self._warm and not cut_short:
             self._warm -= 1
             if not self._warm:
-                self._synchronize()
+                environment.synchronize(self._device)
                 self._first_s = time.perf_counter() - self._switched if self._fresh else 0.0
                 self._begin_block()
             return
@@ -331,7 +330,7 @@ class Pilot:
             self._cut = True  # restart once only: a block may be longer than an evaluation interval
             self._begin_block()
         elif self._done >= steps or cut_short:
-            self._synchronize()
+            environment.synchronize(self._device)
             if switch.fell_back:  # the timed code is not the config's
                 switch.drop_config()
                 self._verdict = ("failed", FELL_BACK, "")
@@ -380,7 +379,7 @@ class Pilot:
         self._done = 0
         for one in self._trained:
             one.samples, one.evaluated = 0, False
-        self._synchronize()
+        environment.synchronize(self._device)
         self._graphs = graphs_compiled()
         EXTRA_TIME.take()
         EXTRA_TIME.counts = self._request.steps > 0
@@ -459,17 +458,13 @@ class Pilot:
         """Handle an exception of a model's call under a config: the block ends with this step."""
         switch.drop_config()
         self._gave_up(exc)
-        self._empty_cache()
+        torch.cuda.empty_cache()
 
     @property
     def _is_disposable(self) -> bool:
         """Whether the script's steps are only measured, in one process."""
         request = self._request
         return request.steps > 0 and not request.needs_room and self._seen.processes == 1
-
-    def _empty_cache(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
 
     def _backward_failed(self, switch: ConfigSwitch, exc: Exception) -> bool:
         """Handle an exception of backward under a config. Returns whether the script goes on with
@@ -480,7 +475,7 @@ class Pilot:
         if self._is_disposable and is_out_of_memory(exc):
             exc.with_traceback(None)  # its frames hold memory
             switch.abandon_step()
-            self._empty_cache()
+            torch.cuda.empty_cache()
             return True
         self._guide.backward_failed(exc, self._request)
         return False
@@ -489,12 +484,8 @@ class Pilot:
         """Whether `times` a step's memory is free on the GPU, or else `host_bytes` on the host."""
         if self._device.type != "cuda":
             return host.free_bytes() >= host_bytes
-        needs = self._own_peak - allocated(self._device)
-        return free_bytes(self._device) >= times * needs
-
-    def _synchronize(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        needs = self._own_peak - environment.allocated(self._device)
+        return environment.free_bytes(self._device) >= times * needs
 
 
 class ActivePilot:

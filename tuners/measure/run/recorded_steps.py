@@ -35,7 +35,7 @@ from advisor.tuners.act.pilot.protocol import CompareRequest
 from advisor.tuners.act.pilot.switch import ConfigSwitch, ModelCall
 from advisor.tuners.act.pilot.trees import is_cache, map_tensors, mutable_class, tensors
 from advisor.tuners.decisions import POINTS
-from advisor.tuners.environment import allocated, unused_bytes
+from advisor.tuners.environment import allocated, synchronize, unused_bytes
 from advisor.tuners.faults import failure
 from advisor.tuners.knobs import FORMATS, OFFLOAD
 from advisor.tuners.measure.compare import References
@@ -217,7 +217,7 @@ class RecordedSteps:
                 )
                 if self._checks is not None and self._checks.unscaled:
                     self._checks.flushed = self._flushed(asked)
-        if self._careful and torch.cuda.is_initialized():
+        if self._careful:
             torch.cuda.empty_cache()
         return found.outcome, found.reason, found.blames
 
@@ -317,14 +317,13 @@ class RecordedSteps:
         _held = torch.empty(kept.loss_bytes * batch // own, dtype=torch.uint8, device=device)
         for number in range(passes + 1):  # the first one is a warm-up
             if cuda and number == 1:
-                cuda.synchronize(device)
+                synchronize(device)
                 cuda.reset_peak_memory_stats(device)
             began = began if number > 1 else time.perf_counter()
             inputs, pairs = self._called(replace(kept, given=given, back=back))[1:]
             wanted = [x for x in (*self._tensors(self._parameters), *inputs) if x.requires_grad]
             _gradients(pairs, wanted)
-        if cuda:
-            cuda.synchronize(device)
+        synchronize(device)
         self.measured = {"steps": passes, "seconds": time.perf_counter() - began}
         self.measured |= {"peak_bytes": cuda.max_memory_allocated(device)} if cuda else {}
 

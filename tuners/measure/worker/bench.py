@@ -29,7 +29,7 @@ from advisor.tuners.act.compiled import CompiledCode, free, graphs_compiled, rai
 from advisor.tuners.act.pilot.loop_observer import RngState
 from advisor.tuners.act.process_flags import PROCESS_FLAGS
 from advisor.tuners.decisions import POINTS
-from advisor.tuners.environment import limit_memory
+from advisor.tuners.environment import allocated, free_bytes, limit_memory, synchronize
 from advisor.tuners.faults import failure
 from advisor.tuners.knobs import INPUT, KNOBS, TORCH
 from advisor.tuners.measure.compare import References, plain_of
@@ -37,6 +37,7 @@ from advisor.tuners.measure.loading import Described, LoaderFeed, costs, describ
 from advisor.tuners.measure.runner import Block, Compared, ConfigFailed
 from advisor.tuners.measure.worker.wire import DataFacts, SampleCosts, WorkerJob
 from advisor.tuners.measure.workload import RepeatableWorkload, Workload
+from advisor.tuners.offloading import elapsed_s, moment
 
 T = TypeVar("T")
 INPUTS = tuple(knob.name for knob in KNOBS if knob.stage == INPUT)
@@ -171,18 +172,18 @@ class Bench:
         if feeding is not None:
             steps = -(-steps // feeding.together) * feeding.together
             warm = max(warm, feeding.settling) if switched else warm
-        held = self._allocated() - built.own_bytes
+        held = allocated(self.device) - built.own_bytes
         for _ in range(warm):
             workload.step()
-        self.synchronize()
+        synchronize(self.device)
         first_s = time.perf_counter() - began if switched else 0.0
         retries, graphs = self._retries(), graphs_compiled()
         waited_s = feeding.waited_s if feeding else 0.0
-        start, mark = time.perf_counter(), self._mark()
+        start, mark = time.perf_counter(), moment(self.device)
         for _ in range(steps):
             workload.step()
-        end = self._mark()
-        self.synchronize()
+        end = moment(self.device)
+        synchronize(self.device)
         seconds = time.perf_counter() - start
         if self._retries() > retries:
             said = "the allocator kept retrying under memory pressure"
@@ -198,7 +199,7 @@ class Bench:
             seconds=seconds,
             first_s=first_s,
             waited_s=feeding.waited_s - waited_s if feeding else 0.0,
-            gpu_s=mark.elapsed_time(end) / 1000 if mark and end else 0.0,
+            gpu_s=elapsed_s(mark, end) if self._cuda else 0.0,
             peak_bytes=built.peak_bytes,
             compiled=graphs_compiled() - graphs,
         )
@@ -211,7 +212,7 @@ class Bench:
             raise ConfigFailed("out_of_memory", said)
         built.code |= self._code.claim()
         if self._fed is None:  # a loader's batches are freed with the loader
-            built.own_bytes = self._allocated() - held
+            built.own_bytes = allocated(self.device) - held
         built.peak_bytes = max(built.peak_bytes, peak)
         self._peak_bytes = max(self._peak_bytes, peak)
 
@@ -249,11 +250,11 @@ class Bench:
         if AppliedConfig(config, TORCH, self.device).compiles:
             raise_recompile_limit()
             artifacts.use_stable_keys()
-        before = self._allocated()
+        before = allocated(self.device)
         self.reset_peak()
         workload = self.workload(config)
         workload.start()
-        self.synchronize()
+        synchronize(self.device)
         built = _Built(workload)
         self._hold(built, before)
         self._built[config] = built
@@ -291,16 +292,13 @@ class Bench:
         for config in list(self._built):
             self.forget(config)
         gc.collect()
-        if self._cuda:
-            torch.cuda.empty_cache()
+        torch.cuda.empty_cache()
 
     def _free_bytes(self) -> int:
         most = self._task.max_memory or sys.maxsize
-        if not self._cuda:
-            return min(host.free_bytes(), most - host.resident_bytes(os.getpid()))
-        held = self._allocated()
-        cached = torch.cuda.memory_reserved(self.device) - held
-        return min(int(torch.cuda.mem_get_info(self.device)[0]) + cached, most - held)
+        if self._cuda:
+            return min(free_bytes(self.device), most - allocated(self.device))
+        return min(host.free_bytes(), most - host.resident_bytes(os.getpid()))
 
     def _works(self, foreign: int) -> bool:
         """Whether the device still works, and a config that failed has left no memory behind."""
@@ -308,36 +306,21 @@ class Bench:
             return True
         gc.collect()
         try:
-            self.synchronize()
+            synchronize(self.device)
             torch.rand(1, device=self.device).item()  # a failed capture may break the generator
         except RuntimeError:
             return False
         return self._foreign_bytes() <= foreign + LEFTOVER
 
     def _foreign_bytes(self) -> int:
-        return self._allocated() - sum(one.own_bytes for one in self._built.values())
+        return allocated(self.device) - sum(one.own_bytes for one in self._built.values())
 
     def _loads(self, config: Config) -> bool:
         return bool(self._task.data and config.only(*INPUTS))
 
-    def _allocated(self) -> int:
-        return int(torch.cuda.memory_allocated(self.device)) if self._cuda else 0
-
     def _retries(self) -> int:
         stats = torch.cuda.memory_stats(self.device) if self._cuda else {}
         return int(stats.get("num_alloc_retries", 0))
-
-    def synchronize(self) -> None:
-        if self._cuda:
-            torch.cuda.synchronize(self.device)
-
-    def _mark(self) -> torch.cuda.Event | None:
-        """An event in the GPU's stream, for timing; None without a GPU."""
-        if not self._cuda:
-            return None
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self.device))
-        return event
 
     def reset_peak(self) -> None:
         if self._cuda:

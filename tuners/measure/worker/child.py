@@ -18,7 +18,7 @@ from torch import nn
 from advisor.cache.codec import from_plain, to_plain
 from advisor.cache.config import Config
 from advisor.errors import AdvisorError, TargetError, TargetFailed
-from advisor.tuners import fingerprint, fp8, target
+from advisor.tuners import environment, fingerprint, fp8, target
 from advisor.tuners.act.pilot.script_facts import model_facts
 from advisor.tuners.faults import is_out_of_memory
 from advisor.tuners.knobs import plain
@@ -42,7 +42,7 @@ def describe(bench: Bench) -> Facts:
     workload = _first_step(bench, built)
     began = time.perf_counter()
     workload.step()
-    bench.synchronize()
+    environment.synchronize(bench.device)
     step_s = time.perf_counter() - began
     return Facts(
         name=loaded.spec.name,
@@ -70,7 +70,7 @@ def _first_step(bench: Bench, built: nn.Module) -> Workload:
     try:
         workload = bench.workload(plain(task, bench.job.device), built)
         workload.step()
-        bench.synchronize()
+        environment.synchronize(bench.device)
         return workload
     except AdvisorError:
         raise
