@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 from advisor.tuners.act.hooks import STEP_HOOKS
 from advisor.tuners.decisions import LARGE_BYTES
@@ -69,14 +69,14 @@ class Replays:
                 # Within a step, such as a teacher's pass, the step's own tensors must stay.
                 if not self._open:
                     torch.compiler.cudagraph_mark_step_begin()
-                return tree_map(_copied, inner(*args, **kwargs))
+                return tree_map_only(Tensor, Tensor.clone, inner(*args, **kwargs))
             self._open = True
             needed = weights
             if model in self._unread:
                 self._unread.remove(model)
                 needed = [weight for weight in weights if id(weight) not in self._let_go]
             self._move_gradients(needed)
-            return tree_map(_copied_if_small, inner(*args, **kwargs))
+            return tree_map_only(Tensor, _copied_if_small, inner(*args, **kwargs))
 
         return call
 
@@ -116,9 +116,5 @@ def _is_readable(gradient: Tensor) -> bool:
         return False
 
 
-def _copied(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
-
-
-def _copied_if_small(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) and value.nbytes < LARGE_BYTES else value
+def _copied_if_small(tensor: Tensor) -> Tensor:
+    return tensor.clone() if tensor.nbytes < LARGE_BYTES else tensor

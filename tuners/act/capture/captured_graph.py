@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from advisor.tuners.act.capture.object_graph import ObjectGraph, Values
 from advisor.tuners.act.pilot.loop_observer import RngState
@@ -234,8 +234,8 @@ class CapturedGraph:
         self.attached = False  # whether the weights have the gradients that a replay writes
         replaced = objects.replaced(before)
         self._replaced = [(holder, name) for holder, name, _new in replaced]
-        leaves, self._tree = tree_flatten((output, [new for *_, new in replaced]))
-        self._output = [detached(leaf) for leaf in leaves]
+        held = tree_map_only(Tensor, Tensor.detach, (output, [new for *_, new in replaced]))
+        self._output, self._tree = tree_flatten(held)
         self._alive = before  # the graph still reads tensors that were replaced
         self.objects = objects
         objects.watch(before, followed)
@@ -290,10 +290,6 @@ class StateSnapshot:
             weight.grad = gradient
         self._random.restore()
         self._objects.restore(self.values)
-
-
-def detached(value: Any) -> Any:
-    return value.detach() if isinstance(value, Tensor) else value
 
 
 @contextmanager

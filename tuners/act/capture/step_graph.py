@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_flatten, tree_map_only
 
 from advisor.errors import AdvisorWarning
 from advisor.tuners.act.capture.agreement import compare_outputs, nudge
@@ -21,7 +21,6 @@ from advisor.tuners.act.capture.captured_graph import (
     Optimizers,
     Recorder,
     StateSnapshot,
-    detached,
 )
 from advisor.tuners.act.capture.object_graph import ObjectGraph, Values
 from advisor.tuners.decisions import CHECKED, CHECKED_AGAIN, IN_A_ROW, LARGE_BYTES
@@ -125,7 +124,7 @@ class StepGraph:
         if self._captured is not None:
             self._captured.attached = False
         # Detached: a loss that the script keeps would keep its autograd nodes and their stream.
-        return tree_map(detached, self._train_step(batch))
+        return tree_map_only(Tensor, Tensor.detach, self._train_step(batch))
 
     def _run_unlike(self, batch: Any) -> Any:
         self._others += 1
