@@ -25,9 +25,9 @@ from advisor.resolve.request import Request
 from advisor.tuners import knobs
 from advisor.tuners.act.advice_usage import Served
 from advisor.tuners.decisions import NOTABLE
-from advisor.tuners.doubt import is_doubtful, unsteady
 from advisor.tuners.length import Length, Pace, first_step_seen
 from advisor.tuners.length import break_even as overtaking
+from advisor.tuners.search.ratio import is_doubtful, unsteady
 
 NOISE = 1.03
 """A smaller ratio between two configs that were measured once each may be noise."""

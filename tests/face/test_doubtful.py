@@ -17,8 +17,8 @@ from advisor.report import sections
 from advisor.report.sections import report
 from advisor.resolve.answer import answer, doubtful
 from advisor.tuners.decisions import LOOKS
-from advisor.tuners.doubt import unsteady
 from advisor.tuners.search.race import choice_of, choose
+from advisor.tuners.search.ratio import unsteady
 from advisor.tuners.search.space import Space
 from tests.builders import advised, measured
 from tests.cache import examples

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from advisor.tuners import host, offloading
-from advisor.tuners.act.pilot.memory import _bytes
+from advisor.tuners.act.pilot.script_facts import _bytes
 from advisor.tuners.faults import NotRecomputable
 from advisor.tuners.offloading import EXTRA_TIME, HostMemory, offload_in_place, plain_call
 from advisor.tuners.recomputation import recompute_in_place

@@ -15,9 +15,8 @@ from advisor.cache.shown import speedup, tells, times
 from advisor.errors import WorkerError
 from advisor.tuners import knobs
 from advisor.tuners.decisions import CLEARLY, GAIN, HOPELESS, LOOKS, NOTABLE, RESOLVABLE, TURN_S
-from advisor.tuners.doubt import is_doubtful
 from advisor.tuners.measure.runner import ConfigFailed
-from advisor.tuners.search.ratio import LEVEL, UNMEASURED, Noise, Ratio, paired
+from advisor.tuners.search.ratio import LEVEL, UNMEASURED, Noise, Ratio, is_doubtful, paired
 from advisor.tuners.search.space import Space
 from advisor.tuners.search.visit import Visit, Visitor
 from advisor.tuners.search.visits import Visits, score

@@ -1,14 +1,14 @@
-"""Facts that a script's first steps show: the parts of its key, and its own settings."""
+"""Facts that a script's first steps show: the parts of its key, its own settings, its memory."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from advisor.cache import key as keys
 from advisor.cache.config import BATCH, Config, Value
@@ -16,18 +16,9 @@ from advisor.cache.task import DTYPES, Task
 from advisor.errors import printable
 from advisor.tuners import fingerprint, knobs
 from advisor.tuners.act.pilot.loop_observer import VARIES, Input, LoopObserver, TrainedModel
-from advisor.tuners.act.pilot.memory import breakdown
 from advisor.tuners.act.pilot.switch import replicates
 from advisor.tuners.compiling import repeated
-from advisor.tuners.knobs import (
-    CHECKPOINT,
-    INPUT_PIPELINE,
-    KNOBS,
-    OFFLOAD,
-    SAVING,
-    LoaderFacts,
-    ScriptSettings,
-)
+from advisor.tuners.knobs import LoaderFacts, ScriptSettings
 from advisor.tuners.offloading import OffloadedCall
 from advisor.tuners.recomputation import RecomputedCall, recomputed_calls
 
@@ -80,7 +71,7 @@ class ScriptFacts:
         own, kept, limits = _script_settings(observer, trained, loading)
         if saves:
             blocks = any(recomputed_calls(one.outer) for one in trained)
-            own = own.replace(**({CHECKPOINT: 1} if blocks else {}), **{OFFLOAD: True})
+            own = own.replace(**({knobs.CHECKPOINT: 1} if blocks else {}), **{knobs.OFFLOAD: True})
         device = next(main.model.parameters()).device
         return cls(
             **model_facts([one.model for one in trained]),
@@ -117,14 +108,14 @@ class ScriptFacts:
 
     def lines(self) -> list[str]:
         """Lines of text: the script's own settings, and what is not tuned."""
-        own = self.own.without(BATCH, *SAVING)
+        own = self.own.without(BATCH, *knobs.SAVING)
         already = [f"your script already: {knobs.described_own(own, Config())}"] if own else []
         return already + [f"not tuned: {line}" for line in self.limits]
 
     @property
     def script(self) -> str:
         """The script's own settings, as part of the key: 'bf16, fused_optimizer'."""
-        own = self.own.without(*INPUT_PIPELINE)
+        own = self.own.without(*knobs.INPUT_PIPELINE)
         return knobs.described(own.without(BATCH), Config()) if own else ""
 
 
@@ -177,6 +168,46 @@ def model_facts(models: Sequence[nn.Module]) -> dict[str, Any]:
     }
 
 
+def breakdown(
+    trained: Sequence[TrainedModel],
+    optimizers: Iterable[torch.optim.Optimizer],
+    device: torch.device,
+) -> Config:
+    """Bytes of the steps so far, by name in PARTS; empty on a CPU. Only steps that save memory have
+    `host`, `blocks` and `block`, the name of the repeated blocks' class."""
+    if device.type != "cuda":
+        return Config()
+    weights = [w for one in trained for w in (*one.model.parameters(), *one.model.buffers())]
+    states = [state for optimizer in optimizers for state in optimizer.state.values()]
+    state = [value for one in states for value in one.values() if isinstance(value, Tensor)]
+    found = {
+        "weights": _bytes(weights, device),
+        "gradients": _bytes((one for one in weights if one.requires_grad), device),
+        "optimizer_state": _bytes(state, device),
+    }
+    peak = torch.cuda.max_memory_allocated(device)
+    free, total = torch.cuda.mem_get_info(device)
+    found |= {
+        "peak": peak,
+        "activations": max(0, peak - sum(found.values())),
+        "fragmentation": torch.cuda.max_memory_reserved(device) - peak,
+        "others": max(0, total - free - torch.cuda.memory_reserved(device)),
+    }
+    calls = [vars(m).get("_compiled_call_impl") for one in trained for m in one.outer.modules()]
+    held = [call.most_bytes for call in calls if isinstance(call, OffloadedCall)]
+    kept = [call for call in calls if isinstance(call, RecomputedCall)]
+    # The peak has one block's.
+    again = [call.kept_bytes for call in kept]
+    saved = {"host": sum(held), "blocks": sum(again) - max(again, default=0)} if held else {}
+    named = {"block": type(kept[0].block).__name__} if kept else {}
+    return Config(found | saved, **named)
+
+
+def _bytes(tensors: Iterable[Tensor], device: torch.device) -> int:
+    # Shared ones once. Not by their storage, which sharded tensors do not have.
+    return sum({id(one): one.nbytes for one in tensors if one.device == device}.values())
+
+
 def _script_settings(
     observer: LoopObserver, trained: Sequence[TrainedModel], loading: LoaderFacts
 ) -> tuple[Config, tuple[str, ...], tuple[str, ...]]:
@@ -191,7 +222,7 @@ def _script_settings(
     found: dict[str, Value] = {}
     kept: list[str] = []
     limits: list[str] = []
-    for knob in KNOBS:
+    for knob in knobs.KNOBS:
         own = knob.script(script) if knob.script is not None else None
         if own is not None:
             found |= {knob.name: own.value} if own.value is not None else {}
@@ -201,7 +232,7 @@ def _script_settings(
         kept.append("fused_optimizer")
         limits.append("fused kernels: a gradient is sparse, which they do not support")
     if left_alone := [why for one in trained if (why := _why_left_alone(one.outer))]:
-        kept += [k.name for k in KNOBS if k.model or k.blocks or k.autocast or k.optimizer]
+        kept += [k.name for k in knobs.KNOBS if k.model or k.blocks or k.autocast or k.optimizer]
     return Config(found), tuple(dict.fromkeys(kept)), tuple(dict.fromkeys([*limits, *left_alone]))
 
 
