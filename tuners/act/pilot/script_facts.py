@@ -17,6 +17,7 @@ from advisor.errors import printable
 from advisor.tuners import fingerprint, knobs
 from advisor.tuners.act.pilot.loop_observer import VARIES, Input, LoopObserver, TrainedModel
 from advisor.tuners.act.pilot.switch import replicates
+from advisor.tuners.act.ranks import Group
 from advisor.tuners.compiling import repeated
 from advisor.tuners.knobs import LoaderFacts, ScriptSettings
 from advisor.tuners.offloading import OffloadedCall
@@ -64,9 +65,8 @@ class ScriptFacts:
         trained = observer.trained()
         main = trained[0]
         samples = max(1, main.batch(observer.period()))
-        processes, rank = 1, 0
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            processes, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
+        group = Group.current()
+        processes, rank = (1, 0) if group is None else (group.size, group.rank)
         first = _main_input(main)
         own, kept, limits = _script_settings(observer, trained, loading)
         if saves:
