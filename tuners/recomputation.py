@@ -130,8 +130,10 @@ class RecomputedCall:
 
     def _checkpoint(self, function: Callable[..., Any], *args: Any) -> Any:
         calls = _Calls(self, function, self.unchecked)
+        how: dict[str, Any] = {"use_reentrant": False}
+        how["context_fn"] = lambda: (contextlib.nullcontext(), _WithoutUpdates(self))
         with set_checkpoint_early_stop(self.unchecked < 2):  # else a second call has no outputs
-            return checkpoint(calls, *args, use_reentrant=False, context_fn=calls.contexts)
+            return checkpoint(calls, *args, **how)
 
     def state(self) -> list[Any]:
         """What a call may change: numbers, containers, generators of random numbers, weights and
@@ -200,10 +202,6 @@ class _Calls:
             if len(outputs) != len(self._outputs) or not all(map(_alike, outputs, self._outputs)):
                 raise one.refusal("computes something else in a second call")
         return found
-
-    def contexts(self) -> tuple[contextlib.AbstractContextManager[Any], _WithoutUpdates]:
-        """Context managers of the first call, and of the calls in backward."""
-        return contextlib.nullcontext(), _WithoutUpdates(self._one)
 
 
 class _WithoutUpdates(contextlib.AbstractContextManager[None]):

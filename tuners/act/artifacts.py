@@ -66,7 +66,8 @@ def use_stable_keys() -> None:
     def begin(plain: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> None:
         plain(self, *args, **kwargs)
         # The pickle is only hashed, and never loaded.
-        self.dispatch_table |= dict.fromkeys((torch.memory_format, torch.dtype), _by_name)
+        for kind in (torch.memory_format, torch.dtype):
+            self.dispatch_table[kind] = lambda value: (str, (str(value),))
 
     _stable_keys = Patch(pickler, "__init__", begin)
 
@@ -76,10 +77,6 @@ def restore_keys() -> None:
     if _stable_keys is not None:
         _stable_keys.remove()
         _stable_keys = None
-
-
-def _by_name(value: object) -> tuple[type[str], tuple[str]]:
-    return str, (str(value),)
 
 
 class Fetch:

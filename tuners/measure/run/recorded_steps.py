@@ -34,6 +34,7 @@ from advisor.tuners.act.pilot.loop_observer import RngState, TrainedModel, batch
 from advisor.tuners.act.pilot.protocol import CompareRequest
 from advisor.tuners.act.pilot.switch import ConfigSwitch, ModelCall
 from advisor.tuners.act.pilot.trees import is_cache, map_tensors, mutable_class, tensors
+from advisor.tuners.act.ranks import Group
 from advisor.tuners.decisions import POINTS
 from advisor.tuners.environment import allocated, synchronize, unused_bytes
 from advisor.tuners.faults import failure
@@ -367,19 +368,18 @@ class RecordedSteps:
     def _tensors(self, count: int | None = None) -> list[Tensor]:
         return [table[name] for table, name in self._places[:count]]
 
-    def _room(self) -> int:
-        """Bytes of the GPU that may be used. Configs of a script that saves memory need nearly all
-        of it."""
-        return unused_bytes(self._device) // (64 if OFFLOAD in self._of_switch.own else 1)
-
     def _spare(self) -> int | None:
-        return self._room() if self._device.type == "cuda" else None
+        """Bytes of the GPU that may be used; None on a CPU. Configs of a script that saves memory
+        need nearly all of it."""
+        if self._device.type != "cuda":
+            return None
+        return unused_bytes(self._device) // (64 if OFFLOAD in self._of_switch.own else 1)
 
     def _copies(self, *, on_host: bool = False) -> list[Tensor]:
         """Copies of all weights and buffers; on the host also if the device has little memory."""
-        found = self._tensors()
+        found, spare = self._tensors(), self._spare()
         needs = _COPIES * sum(tensor.nbytes for tensor in found)
-        on_host |= self._device.type == "cuda" and self._room() <= needs
+        on_host |= spare is not None and spare <= needs
         return [one.detach().to("cpu" if on_host else one.device, copy=True) for one in found]
 
     def _keep(self, call: ModelCall, *args: Any, **kwargs: Any) -> Any:
@@ -535,8 +535,7 @@ def _require(tensors: Sequence[Tensor], needs: Sequence[bool]) -> None:
 
 def _why_not_repeatable(modules: Sequence[nn.Module]) -> str:
     """Why the models of a real run cannot be called again; '' if they may be."""
-    there = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if there and torch.distributed.get_world_size() > 1:
+    if Group.current() is not None:
         return "in a job of several processes a repeated call might wait for another process"
     return "the script has hooks in its model, which would run again" if has_hooks(modules) else ""
 
