@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from advisor.cache.config import Config
 from advisor.tuners.decisions import POINTS
-from advisor.tuners.measure.compare import References, plain_of
+from advisor.tuners.measure.compare import References
 from advisor.tuners.measure.run.recorded_state import RecordedUpdates
 from advisor.tuners.measure.runner import UNVERIFIED
 from advisor.tuners.measure.samples import Overflow, Sample, perturb, sampled
@@ -212,7 +212,7 @@ def test_planted_faults_are_found_and_correct_configs_pass(
 ) -> None:
     step, references = cached_references(kind, fault == "lost", fault.startswith("masks"))
     step.fault = fault.removeprefix("masks").strip()
-    result = references.compare(config, plain_of(config, FP32), left_s=lambda: 1e9)
+    result = references.compare(config, left_s=lambda: 1e9)
     assert (result.outcome, result.blames) == verdict and message in result.reason, result
 
 
@@ -278,8 +278,8 @@ def test_noise_passes_and_a_fault_is_found(subject: Any, fault: str, outcome: st
     """Also rounding that changes with the weights."""
     torch.manual_seed(1)
     references = References(subject(fault), FP32, tolerance=0.02)
-    pair = (COMPILED_BF16, BF16) if subject is Chaotic else (COMPILED, FP32)
-    result = references.compare(*pair, left_s=lambda: 1e9)
+    config = COMPILED_BF16 if subject is Chaotic else COMPILED
+    result = references.compare(config, left_s=lambda: 1e9)
     assert result.outcome == outcome, result
 
 
@@ -289,7 +289,7 @@ def test_references_are_computed_once_and_the_fault_is_attributed(kind: str) -> 
     references = References(step, FP32, tolerance=0.02)
 
     def compare(candidate: Config, left_s: float = 1e9) -> tuple[str, str, str]:
-        result = references.compare(candidate, BF16, left_s=lambda: left_s)
+        result = references.compare(candidate, left_s=lambda: left_s)
         return result.outcome, result.blames, result.reason
 
     assert compare(BF16, left_s=0.0)[0] == UNVERIFIED, "without time"
@@ -304,10 +304,10 @@ def test_references_are_computed_once_and_the_fault_is_attributed(kind: str) -> 
 def test_comparison_cut_off_by_time_can_be_continued() -> None:
     whole, cut = (References(Step("mlp"), FP32, tolerance=0.02) for _ in range(2))
     left = iter([1e9] * 15)
-    result = cut.compare(BF16, BF16, left_s=lambda: next(left, -1.0))
+    result = cut.compare(BF16, left_s=lambda: next(left, -1.0))
     assert result.outcome == UNVERIFIED and result.reason.startswith("no time was left")
-    expected = whole.compare(BF16, BF16, left_s=lambda: 1e9)
-    assert cut.compare(BF16, BF16, left_s=lambda: 1e9) == expected
+    expected = whole.compare(BF16, left_s=lambda: 1e9)
+    assert cut.compare(BF16, left_s=lambda: 1e9) == expected
 
 
 @pytest.mark.parametrize(

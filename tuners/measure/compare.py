@@ -80,11 +80,11 @@ class References:
         self._formats: dict[Config, Compared] = {}
         self._coarse: Draws | None = None
 
-    def compare(self, candidate: Config, plain: Config, *, left_s: Callable[[], float]) -> Compared:
-        """Compare a config with strict fp32 while `left_s` gives time; `plain`: by `plain_of`."""
+    def compare(self, candidate: Config, *, left_s: Callable[[], float]) -> Compared:
+        """Compare a config with strict fp32 while `left_s` gives time."""
         self._reference.left_s = left_s
         try:
-            return self._compare(candidate, plain)
+            return self._compare(candidate, plain_of(candidate, self._reference.fp32))
         except Overflow as exc:
             return Compared("wrong", str(exc) or "fp16 overflows", "format")
         except NoTime:

@@ -82,13 +82,7 @@ class StepComparer(Protocol):
 
     measured: dict[str, Any]  # fields of the BlockResult, if the request had `passes`
 
-    def begin(
-        self,
-        switch: ConfigSwitch,
-        trained: Sequence[TrainedModel],
-        device: torch.device,
-        asked: CompareRequest,
-    ) -> Verdict | None:
+    def begin(self, switch: ConfigSwitch, asked: CompareRequest) -> Verdict | None:
         """Begin a comparison. The script's steps that it records are unmodified."""
 
     def stepped(self) -> Verdict | None:
@@ -444,7 +438,7 @@ class Pilot:
             self._verdict = ("out_of_memory", "little memory is free", "")
             return True
         assert self._comparer is not None, "a guide that compares comes with a comparer"
-        verdict = self._comparer.begin(switch, self._trained, self._device, asked)
+        verdict = self._comparer.begin(switch, asked)
         self._verdict = verdict or OK
         return verdict is not None
 

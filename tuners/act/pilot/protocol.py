@@ -34,14 +34,12 @@ UNCLEAR = "unclear"  # outcome: advisor cannot tell what trains
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompareRequest:
-    """A candidate to compare with strict fp32, within `left_s` seconds. `plain`: fp32 with only the
-    candidate's number format; `tolerance`: the always allowed error, as part of fp32's loss.
-    `checks`: the candidate is the unmodified script, so fp32 is without its own autocast, and
-    `BlockResult.faults` names what else is wrong. With
-    `passes`, the candidate repeats one call with `batch` samples so many times instead."""
+    """A candidate to compare with strict fp32, within `left_s` seconds. `tolerance`: the always
+    allowed error, as part of fp32's loss. `checks`: the candidate is the unmodified script, so fp32
+    is without its own autocast, and `BlockResult.faults` names what else is wrong. With `passes`,
+    the candidate repeats one call with `batch` samples so many times instead."""
 
     fp32: Config
-    plain: Config
     candidate: Config
     tolerance: Seconds
     left_s: Seconds

@@ -131,7 +131,7 @@ class ConfigSwitch:
         feed: Callable[[Mapping[str, Any]], None],
     ) -> None:
         self.own = self.config = own
-        self._feed, self._device = feed, device
+        self._feed, self.trained, self.device = feed, trained, device
         self.optimizers = list(optimizers)
         self._groups = [[dict(group) for group in one.param_groups] for one in optimizers]
         self._watching = contextlib.ExitStack()  # catches the present config's exceptions
@@ -185,7 +185,7 @@ class ConfigSwitch:
         self._watching.close()
         if on_backward is not None:
             self._watching.callback(hooks.on_backward(failed=on_backward))
-        applied = self._seen[config] = AppliedConfig(config, self.own, self._device)
+        applied = self._seen[config] = AppliedConfig(config, self.own, self.device)
         PROCESS_FLAGS.release(self._flags)
         self._flags = Config({knob.name: value for knob, value in applied.rows if knob.flag})
         self.put_flags()
@@ -232,8 +232,8 @@ class ConfigSwitch:
         made |= self._compiled_code.claim()
 
     def _make_room(self) -> None:
-        if self._device.type == "cuda":
-            available, memory = torch.cuda.mem_get_info(self._device)
+        if self.device.type == "cuda":
+            available, memory = torch.cuda.mem_get_info(self.device)
             if available < LEAST_FREE * memory:
                 torch.cuda.empty_cache()
 
@@ -388,7 +388,7 @@ class ConfigSwitch:
                 replace_calls(chosen)
                 regions = _detach_regions(call.module)
             inner = OffloadedCall(call.module, inner) if applied.offloads else inner
-            kept[call.module] = _wrapped(inner, applied, self._device), regions
+            kept[call.module] = _wrapped(inner, applied, self.device), regions
         return kept[call.module]
 
     def _compiled(self, call: ModelCall, applied: AppliedConfig) -> Gate:

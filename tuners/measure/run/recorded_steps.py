@@ -30,7 +30,7 @@ from advisor.tuners.act import hooks
 from advisor.tuners.act.applied import AppliedConfig
 from advisor.tuners.act.compiled import graphs_compiled
 from advisor.tuners.act.gate import Signature, of_any_size, signature
-from advisor.tuners.act.pilot.loop_observer import RngState, TrainedModel, batch_of
+from advisor.tuners.act.pilot.loop_observer import RngState, batch_of
 from advisor.tuners.act.pilot.protocol import CompareRequest
 from advisor.tuners.act.pilot.switch import ConfigSwitch, ModelCall
 from advisor.tuners.act.pilot.trees import is_cache, map_tensors, mutable_class, tensors
@@ -154,18 +154,12 @@ class RecordedSteps:
     def _ready(self) -> bool:
         return bool(self._refused) or self._chosen
 
-    def begin(
-        self,
-        switch: ConfigSwitch,
-        trained: Sequence[TrainedModel],
-        device: torch.device,
-        asked: CompareRequest,
-    ) -> tuple[str, str, str] | None:
-        self._asked, self._began = asked, time.monotonic()
+    def begin(self, switch: ConfigSwitch, asked: CompareRequest) -> tuple[str, str, str] | None:
+        self._asked, self._began, trained = asked, time.monotonic(), switch.trained
         if self._switch is not switch:
             self.close()
-            self._switch, self._device = switch, device
-            self._store = torch.device("cpu") if OFFLOAD in switch.own else device
+            self._switch, self._device = switch, switch.device
+            self._store = torch.device("cpu") if OFFLOAD in switch.own else self._device
             self._named = {
                 (f"{number}.{name}" if len(trained) > 1 else name): parameter
                 for number, one in enumerate(trained)
@@ -214,7 +208,7 @@ class RecordedSteps:
         if not self._refused:
             with self._aside():
                 found = self._references.compare(
-                    asked.candidate, asked.plain, left_s=lambda: ends - time.monotonic()
+                    asked.candidate, left_s=lambda: ends - time.monotonic()
                 )
                 if self._checks is not None and self._checks.unscaled:
                     self._checks.flushed = self._flushed(asked)

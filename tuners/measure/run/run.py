@@ -25,7 +25,6 @@ from advisor.tuners.act.pilot.protocol import (
 from advisor.tuners.act.pilot.script_facts import ScriptFacts, micro_batches
 from advisor.tuners.decisions import HEADROOM, START_S, STARTS
 from advisor.tuners.knobs import OFFLOAD, SAVING
-from advisor.tuners.measure.compare import plain_of
 from advisor.tuners.measure.run.mapped_options import MappedOptions
 from advisor.tuners.measure.run.session import (
     AttachedScript,
@@ -328,11 +327,8 @@ def comparison(
     config: Config, own: Config, tolerance: float, left_s: float, *, checks: bool = False, **of: int
 ) -> CompareRequest:
     """The request that compares a config; `checks`: it is `own`, see CompareRequest."""
-    fp32 = knobs.reference(own) if checks else knobs.strict(own)
-    plain = plain_of(config, fp32)
     return CompareRequest(
-        fp32=fp32,
-        plain=plain,
+        fp32=knobs.reference(own) if checks else knobs.strict(own),
         candidate=config,
         tolerance=tolerance,
         left_s=left_s,

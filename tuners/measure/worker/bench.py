@@ -109,7 +109,6 @@ class Bench:
         over = time.monotonic() + seconds
         self._leave()
         code = config.without(*INPUTS)
-        plain = plain_of(code, fp32)
 
         def compared() -> Compared:
             if fp32 not in self._references:
@@ -119,7 +118,7 @@ class Bench:
                 made = References(self._subject, fp32, tolerance=self._task.tolerance)
                 self._references = {fp32: made}
             references = self._references[fp32]
-            found = references.compare(code, plain, left_s=lambda: over - time.monotonic())
+            found = references.compare(code, left_s=lambda: over - time.monotonic())
             if found.outcome == "out_of_memory":
                 raise ConfigFailed(found.outcome, found.reason)
             return found
@@ -128,7 +127,7 @@ class Bench:
             return self._with_room(code, compared)
         finally:
             try:
-                there = self._built.keys() & {code, plain, fp32}
+                there = self._built.keys() & {code, plain_of(code, fp32), fp32}
                 self._subject.restore(self._built[one].workload for one in there)
             except Exception:  # a lost device may raise anything
                 self.healthy = False
