@@ -27,7 +27,8 @@ RUN = "ADVISOR_RUN"  # the command of `advisor run`, and seconds for its tuning,
 LEAST_MEMORY = "ADVISOR_LEAST_MEMORY"  # knobs that save memory from the first step on
 MAX_MEMORY = "ADVISOR_MAX_MEMORY"  # bytes of the device that a tuned run may use
 KEEP_CHECKPOINTS = "ADVISOR_KEEP_CHECKPOINTS"  # if set, checkpoints of a tuned run stay in place
-MAX_MESSAGE_BYTES = 2**20  # bytes of an answer
+MAX_MESSAGE_BYTES = 64 * 2**20
+MAX_REQUEST_BYTES = 2**20  # of an answer to a pilot
 TRAINING_OVER = "over"  # outcome: no process trains any more, without a failure
 UNCLEAR = "unclear"  # outcome: advisor cannot tell what trains
 
@@ -123,6 +124,22 @@ class Guide(Protocol):
         """Note an exception of backward under a request's config; it may end the script."""
 
 
+def send(pipe: Connection, message: dict[str, Any]) -> None:
+    import msgpack
+
+    pipe.send_bytes(msgpack.packb(message))
+
+
+def receive(pipe: Connection, most: int = MAX_MESSAGE_BYTES) -> dict[str, Any]:
+    """The next message. Raises EOFError or OSError without another side, ValueError if invalid."""
+    import msgpack
+
+    message = msgpack.unpackb(pipe.recv_bytes(most))
+    if not isinstance(message, dict):
+        raise ValueError(f"expected a map, got {type(message).__name__}")
+    return message
+
+
 def checkpoints() -> Path | None:
     """The scratch folder for checkpoints of a run that is tuned; None if they stay in place."""
     address = os.environ.get(ADDRESS)
@@ -196,7 +213,7 @@ class PilotClient:
             self._connect()
         if self._pipe is not None:
             with contextlib.suppress(OSError):
-                self._send({"failed": {"outcome": outcome, "reason": said, "own": own}})
+                send(self._pipe, {"failed": {"outcome": outcome, "reason": said, "own": own}})
         # It may be a helper process, whose failure need not end the run. The first note stays: a
         # parent process that fails because of its child says less.
         elif startup_failure(self._address) in (None, "", UNSTEPPED):
@@ -213,30 +230,20 @@ class PilotClient:
             self._pipe = Client(self._address, authkey=self._secret)
 
     def _ask(self, what: str, message: ScriptFacts | BlockResult) -> BlockRequest:
-        import msgpack
-
         from advisor.cache.codec import from_plain, to_plain
 
         if self._pipe is None:
             return BlockRequest(config=Config())
         try:
-            self._send({what: to_plain(message)})
+            send(self._pipe, {what: to_plain(message)})
             if not self._pipe.poll(self._patience_s):
                 raise TimeoutError
-            return from_plain(
-                BlockRequest, msgpack.unpackb(self._pipe.recv_bytes(MAX_MESSAGE_BYTES))
-            )
+            return from_plain(BlockRequest, receive(self._pipe, MAX_REQUEST_BYTES))
         except (OSError, EOFError):
             # Closing tells the other processes of a job that this one goes on alone.
             self._pipe.close()
             self._pipe = None
             return BlockRequest(config=Config())
-
-    def _send(self, message: dict[str, Any]) -> None:
-        import msgpack
-
-        assert self._pipe is not None
-        self._pipe.send_bytes(msgpack.packb(message))
 
     def _note(self, said: str) -> None:
         with contextlib.suppress(OSError):

@@ -28,6 +28,8 @@ from advisor.tuners.act.pilot.protocol import (
     BlockRequest,
     BlockResult,
     injection_environment,
+    receive,
+    send,
     startup_failure,
 )
 from advisor.tuners.act.pilot.script_facts import ScriptFacts
@@ -42,7 +44,6 @@ from advisor.tuners.measure.run.guarded_process import (
     measurable,
 )
 from advisor.tuners.measure.runner import Block, ConfigFailed
-from advisor.tuners.measure.worker.wire import receive, send
 from advisor.tuners.scratch import ScratchFolder
 
 LOG_POLL_S = 0.2  # seconds between two checks of a command, or of its log

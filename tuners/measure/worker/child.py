@@ -19,12 +19,13 @@ from advisor.cache.codec import from_plain, to_plain
 from advisor.cache.config import Config
 from advisor.errors import AdvisorError, TargetError, TargetFailed
 from advisor.tuners import environment, fingerprint, fp8, target
+from advisor.tuners.act.pilot.protocol import receive, send
 from advisor.tuners.act.pilot.script_facts import model_facts
 from advisor.tuners.faults import is_out_of_memory
 from advisor.tuners.knobs import plain
 from advisor.tuners.measure.runner import ConfigFailed
 from advisor.tuners.measure.worker.bench import Bench
-from advisor.tuners.measure.worker.wire import CHANGED, Facts, WorkerJob, receive, send
+from advisor.tuners.measure.worker.wire import CHANGED, Facts, WorkerJob
 from advisor.tuners.measure.workload import Workload, layer_that_raised
 
 

@@ -16,17 +16,11 @@ from advisor.cache.config import BATCH, Config
 from advisor.cache.shown import size
 from advisor.errors import RecordDamaged, TargetError, TargetFailed, WorkerError
 from advisor.tuners import host
+from advisor.tuners.act.pilot.protocol import receive, send
 from advisor.tuners.knobs import KNOBS, compiles, plain, strict
 from advisor.tuners.measure.run.guarded_process import GuardedProcess, exit_text, inductor_folder
 from advisor.tuners.measure.runner import Block, Compared, ConfigFailed, Runner
-from advisor.tuners.measure.worker.wire import (
-    DataFacts,
-    Facts,
-    SampleCosts,
-    WorkerJob,
-    receive,
-    send,
-)
+from advisor.tuners.measure.worker.wire import DataFacts, Facts, SampleCosts, WorkerJob
 from advisor.tuners.scratch import ScratchFolder
 
 T = TypeVar("T")

@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
-from typing import Any
-
-import msgpack
 
 from advisor.cache.task import Task
 
 CHANGED = "has changed since it was tuned"  # of a target with another fingerprint than the job's
-LIMIT = 64 * 2**20  # bytes of a message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,15 +75,3 @@ class SampleCosts:
     @property
     def seconds(self) -> float:
         return sum(one.seconds for one in self.parts)
-
-
-def send(pipe: Connection, message: dict[str, Any]) -> None:
-    pipe.send_bytes(msgpack.packb(message))
-
-
-def receive(pipe: Connection) -> dict[str, Any]:
-    """The next message. Raises EOFError or OSError without another side, ValueError if invalid."""
-    message = msgpack.unpackb(pipe.recv_bytes(LIMIT))
-    if not isinstance(message, dict):
-        raise ValueError(f"expected a map, got {type(message).__name__}")
-    return message
