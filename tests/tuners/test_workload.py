@@ -158,7 +158,7 @@ def net_bench(folder: Path, **changes: object) -> Bench:
 
 
 def repeatable(bench: Bench) -> RepeatableWorkload:
-    return RepeatableWorkload(bench.new_model, bench._workload, bench.device)
+    return RepeatableWorkload(bench.new_model, bench._workload)
 
 
 @pytest.fixture(autouse=True)

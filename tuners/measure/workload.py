@@ -280,13 +280,9 @@ class RepeatableWorkload:
     """A RepeatableStep of a timed workload; `build` makes its model with the first weights."""
 
     def __init__(
-        self,
-        build: Callable[[], nn.Module],
-        workload: Callable[[Config], Workload],
-        device: torch.device,
+        self, build: Callable[[], nn.Module], workload: Callable[[Config], Workload]
     ) -> None:
         self._build, self._workload = build, workload
-        self._device = device
         self.draws = False
         self._values: NamedTensors = {}
 
@@ -350,7 +346,8 @@ class RepeatableWorkload:
     def _set(self, workload: Workload, point: int) -> None:
         """Set weights, buffers and optimizer state, in place: CUDA graphs read fixed addresses."""
         if not self._values:
-            self._values = {name: one.to(self._device) for name, one in self._host.items()}
+            device = workload.advice.device
+            self._values = {name: one.to(device) for name, one in self._host.items()}
         for name, tensor in _state(workload.model):
             tensor.copy_(self._values[name])
         perturb([weight for _, weight in _trained(workload)], point)

@@ -38,7 +38,7 @@ from advisor.tuners.act.ranks import Group
 from advisor.tuners.decisions import POINTS
 from advisor.tuners.environment import allocated, synchronize, unused_bytes
 from advisor.tuners.faults import failure
-from advisor.tuners.knobs import FORMATS, OFFLOAD
+from advisor.tuners.knobs import OFFLOAD
 from advisor.tuners.measure.compare import References
 from advisor.tuners.measure.run.recorded_state import (
     RecordedUpdates,
@@ -170,8 +170,7 @@ class RecordedSteps:
                 self._refused = _why_not_repeatable(self._modules)
         if asked.checks and self._checks is None:
             names = {id(one): name for name, one in self._named.items()}
-            own, room = switch.own.get(FORMATS[0]), self._spare()
-            self._checks = ScriptChecks(switch.optimizers, own, names, room)
+            self._checks = ScriptChecks(switch, names, self._spare())
         if not self._ready:
             switch.set(switch.own)
             self._look()

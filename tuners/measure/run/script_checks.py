@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -15,27 +15,25 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from advisor.tuners.act.hooks import STEP_HOOKS, Patch
+from advisor.tuners.act.pilot.switch import ConfigSwitch
 from advisor.tuners.decisions import UPDATE_OFF
+from advisor.tuners.knobs import FORMATS
 from advisor.tuners.measure.run.recorded_state import RecordedUpdates
 
 _HALF = (torch.bfloat16, torch.float16)
 
 
 class ScriptChecks:
-    """Watches the steps of an unmodified script, until `close`. `own_format`: its value of the knob
-    `precision`; `names`: the parameters' names by `id`; `room`: as in RecordedUpdates."""
+    """Watches the steps of an unmodified script, until `close`. `names`: the parameters' names by
+    `id`; `room`: as in RecordedUpdates."""
 
-    def __init__(
-        self,
-        optimizers: Sequence[torch.optim.Optimizer],
-        own_format: object,
-        names: Mapping[int, str],
-        room: int | None,
-    ) -> None:
-        self._optimizers, self._names, self._room = optimizers, names, room
+    def __init__(self, switch: ConfigSwitch, names: Mapping[int, str], room: int | None) -> None:
+        self._optimizers = optimizers = switch.optimizers
+        self._names, self._room = names, room
         dtypes = {w.dtype for one in optimizers for g in one.param_groups for w in g["params"]}
         self._half = dtypes.intersection(_HALF)  # the script's own choice
-        self.unscaled = own_format == "fp16"  # and no GradScaler has scaled the loss
+        # And no GradScaler has scaled the loss:
+        self.unscaled = switch.own.get(FORMATS[0]) == "fp16"
         self.flushed = (0.0, "")  # the share of a gradient that fp16 flushes to zero, and its name
         self._loss: torch.dtype | None = None
         self._updates: dict[int, RecordedUpdates | None] = {}

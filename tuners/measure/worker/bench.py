@@ -76,7 +76,7 @@ class Bench:
         with contextlib.suppress(TargetError):  # the file is very large
             # Read now: later edits are not measured.
             self.code = self.loaded.spec.code
-        self._subject = RepeatableWorkload(self.new_model, self._workload, self.device)
+        self._subject = RepeatableWorkload(self.new_model, self._workload)
 
     @functools.cached_property
     def loading(self) -> Described:
