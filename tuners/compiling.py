@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -17,14 +16,13 @@ BLOCKS = "blocks"
 (https://docs.pytorch.org/tutorials/recipes/regional_compilation.html)."""
 MIN_BLOCKS = 4
 """Least number of equal blocks in one container that count as repeated."""
-_VERSION = re.compile(r"(\d{1,5})\.(\d{1,5})(?:\.\d+)?(a|b|rc|\.dev)?")
 
 # Inductor computes wrong gradients, which a comparison of a few batches of one shape may miss.
 # LayerNorms whose scales and shifts are parts of one parameter get no gradients, until 2.15.0:
 # https://github.com/pytorch/pytorch/issues/193061, fixed by pull request 193103.
 # In 2.10 also, in bf16, the bias of a convolution whose output gets a broadcast per-channel
 # addition: https://github.com/pytorch/pytorch/issues/190796.
-_SINCE, _MENDED = (2, 10), (2, 15)
+_SINCE, _MENDED = "2.10.dev0", "2.15"
 _OPTIONS = {"triton.mix_order_reduction": False}
 # Compiled code then draws the same random numbers as eager code. Otherwise the gradients of
 # EfficientNetV2-S, which skips blocks at random, need 1,464 draws to be known within 10%.
@@ -60,12 +58,8 @@ def _by_inductor(mode: str) -> dict[str, Any]:
 
 def avoiding(version: str) -> dict[str, bool]:
     """Inductor's options that avoid the faults of a torch release or pre-release."""
-    found = _VERSION.match(version)
-    if found is None:
-        return {}
-    release, before = (int(found[1]), int(found[2])), bool(found[3])
-    wrong = _SINCE <= release < _MENDED or (release == _MENDED and before)
-    return dict(_OPTIONS) if wrong else {}
+    found = torch.torch_version.TorchVersion(version)
+    return dict(_OPTIONS) if _SINCE <= found < _MENDED else {}
 
 
 def avoided() -> dict[str, bool]:
