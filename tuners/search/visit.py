@@ -9,16 +9,8 @@ from dataclasses import dataclass
 
 from advisor.cache.config import Config
 from advisor.cache.record import Measurement
+from advisor.tuners import decisions as limits
 from advisor.tuners import knobs
-from advisor.tuners.decisions import (
-    GAIN,
-    HOPELESS,
-    NOTABLE,
-    PAIRS,
-    SETTLE_BLOCKS,
-    SLOW_TURN_S,
-    TURN_S,
-)
 from advisor.tuners.measure.runner import Block, Compared, ConfigFailed, Runner
 from advisor.tuners.search.plan import Clock
 from advisor.tuners.search.ratio import LEVEL, UNKNOWN_RATIO, UNMEASURED, Noise, Ratio, ratio_of
@@ -79,7 +71,7 @@ class Visit:
     @property
     def waits(self) -> bool:
         """Whether another loader may gain something."""
-        return self.waited > GAIN - 1
+        return self.waited > limits.GAIN - 1
 
     def measurement(self, own: float) -> Measurement:
         """The measurement for a record, scaled to a baseline of `own` samples/s, so that the speeds
@@ -142,7 +134,7 @@ class Visitor:
         )
 
     def visit(
-        self, config: Config, best: float, seconds: float = TURN_S, leave_s: float = 0.0
+        self, config: Config, best: float, seconds: float = limits.TURN_S, leave_s: float = 0.0
     ) -> Visit:
         """Measure a config in blocks of about `seconds` between blocks of the baseline. A config
         clearly below `best`, the highest ratio so far, gets fewer turns. Two turns are enough if
@@ -172,11 +164,11 @@ class Visitor:
             seconds=self.clock.now() - began,
         )
 
-    def block(self, config: Config, seconds: float = TURN_S) -> Block:
+    def block(self, config: Config, seconds: float = limits.TURN_S) -> Block:
         """One timed block in which nothing was compiled; raises as `Runner.block`."""
         if config not in self._settled:
             self._settle(config)
-        for _ in range(SETTLE_BLOCKS):
+        for _ in range(limits.SETTLE_BLOCKS):
             block = self._block(config, self._steps(config, seconds))
             if not block.compiled:
                 break
@@ -210,7 +202,7 @@ class Visitor:
             fed=block.fed_rate / math.sqrt(before.rate * after.rate),
         )
 
-    def _beside(self, seconds: float = TURN_S) -> Block:
+    def _beside(self, seconds: float = limits.TURN_S) -> Block:
         """A block of the baseline."""
         self.baseline.append(self.block(self.own, seconds))
         return self.baseline[-1]
@@ -222,13 +214,13 @@ class Visitor:
         block = self._block(config, 1)
         first_s = block.first_s or block.seconds
         began, made = self.clock.now(), 1
-        for _ in range(SETTLE_BLOCKS):
+        for _ in range(limits.SETTLE_BLOCKS):
             before = block.step_s
-            block = self._block(config, turn_steps(before, TURN_S / 2))
+            block = self._block(config, turn_steps(before, limits.TURN_S / 2))
             made += block.steps
             # The mode reduce-overhead records its graphs in three steps.
-            alike = abs(block.step_s / before - 1) < NOTABLE - 1 and made > PAIRS
-            late = self.clock.now() - began >= SETTLE_BLOCKS * TURN_S
+            alike = abs(block.step_s / before - 1) < limits.NOTABLE - 1 and made > limits.PAIRS
+            late = self.clock.now() - began >= limits.SETTLE_BLOCKS * limits.TURN_S
             if not block.compiled and (alike or late):
                 break
         self._settled[config] = block.step_s
@@ -247,7 +239,7 @@ class Visitor:
         block = self._runner.block(config, steps, warm=warm, deadline_s=self.clock.deadline_s)
         self._current = config
         self._peaks[config] = max(block.peak_bytes, self._peaks.get(config, 0))
-        most = turn_steps(block.step_s, SLOW_TURN_S)
+        most = turn_steps(block.step_s, limits.SLOW_TURN_S)
         self._outrun[config] = min(block.prefetched, most) if block.outruns_loader else 0
         return block
 
@@ -258,15 +250,15 @@ class Visitor:
         if not turns:
             return False
         # A config that waits for its data may lead once it is fed.
-        if max(max(turn.ratio, turn.fed) for turn in turns) < HOPELESS * best:
+        if max(max(turn.ratio, turn.fed) for turn in turns) < limits.HOPELESS * best:
             return True
         took_s = self.clock.now() - timed_from
-        slow = took_s >= 2 * 2 * SLOW_TURN_S or self.clock.left_s <= leave_s
-        if len(turns) < (2 if slow else PAIRS):
+        slow = took_s >= 2 * 2 * limits.SLOW_TURN_S or self.clock.left_s <= leave_s
+        if len(turns) < (2 if slow else limits.PAIRS):
             return False
         ratio = self._ratio(turns)
         undecided = ratio.low < best < ratio.high or ratio.low < 1 < ratio.high
-        return slow or len(turns) >= 2 * PAIRS or not undecided
+        return slow or len(turns) >= 2 * limits.PAIRS or not undecided
 
     def _ratio(self, turns: list[PairedTurn]) -> Ratio:
         return ratio_of([math.log(turn.ratio) for turn in turns], self.noise)
@@ -275,5 +267,5 @@ class Visitor:
 def turn_steps(step_s: float, seconds: float) -> int:
     """Steps of a block of about `seconds`: at least PAIRS, if these fit into SLOW_TURN_S."""
     step_s = max(step_s, 1e-7)
-    most = max(1, min(PAIRS, int(SLOW_TURN_S / step_s)))
+    most = max(1, min(limits.PAIRS, int(limits.SLOW_TURN_S / step_s)))
     return max(most, math.ceil(seconds / step_s))

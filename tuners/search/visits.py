@@ -7,18 +7,8 @@ from collections.abc import Iterable
 
 from advisor.cache.config import BATCH, Config, Value
 from advisor.cache.record import USES, Trial
+from advisor.tuners import decisions as limits
 from advisor.tuners import knobs
-from advisor.tuners.decisions import (
-    CLEARLY,
-    GAIN,
-    LEADERS,
-    LIKELY,
-    LOOKS,
-    NOTABLE,
-    PAIRS,
-    SLOW_TURN_S,
-    TURN_S,
-)
 from advisor.tuners.length import Length, Pace, first_step_seen
 from advisor.tuners.measure.runner import UNVERIFIED, Compared
 from advisor.tuners.search.plan import Clock
@@ -143,7 +133,7 @@ class Visits(dict[Config, Visit]):
 
     def leads(self, visit: Visit) -> bool:
         value, config = self._value(visit), visit.config
-        if value < CLEARLY * self._value(self.baseline):
+        if value < limits.CLEARLY * self._value(self.baseline):
             return False
         uses = (use for use in self._space.uses if _follows(use, config, self._space.default))
         return any(value > self._value(self.safe(use, config.batch)[0]) for use in uses)
@@ -155,8 +145,8 @@ class Visits(dict[Config, Visit]):
         for use in uses:
             for batch in dict.fromkeys((own, self._free_batch(use))):
                 safe = self.safe(use, batch)
-                near = [v for v in safe if NOTABLE * self._value(v) >= self._value(safe[0])]
-                most = LEADERS if use == uses[0] and batch == own else 1
+                near = [v for v in safe if limits.NOTABLE * self._value(v) >= self._value(safe[0])]
+                most = limits.LEADERS if use == uses[0] and batch == own else 1
                 # A ratio that is too noisy to tell does not put out the best clear one.
                 clear = [one for one in safe if one.ratio.faster]
                 # If the best config waits for data, another may deliver more.
@@ -168,7 +158,7 @@ class Visits(dict[Config, Visit]):
     def _free_batch(self, use: str) -> int:
         """The smallest batch that is about as fast as any."""
         ranked = self.ranked(use)
-        near = [v.config.batch for v in ranked if GAIN * score(v) >= score(ranked[0])]
+        near = [v.config.batch for v in ranked if limits.GAIN * score(v) >= score(ranked[0])]
         return min(near, default=self._space.batch)
 
     def _value(self, visit: Visit) -> float:
@@ -199,11 +189,11 @@ class TimeEstimates:
         self._first_s: float | None = None  # seconds of the last comparison of a new format
         self._later_s: dict[Config, float] = {}  # of the next comparison, by number format
 
-    def visit_s(self, config: Config, turn_s: float = TURN_S) -> float:
+    def visit_s(self, config: Config, turn_s: float = limits.TURN_S) -> float:
         """Seconds of a visit: building, settling for about a turn, the turns with a block of the
         baseline each, and the comparison."""
         turn_s = max([turn_s, *(turn.beside.seconds for turn in self._visits.baseline.turns)])
-        turns = PAIRS if PAIRS * turn_s < 2 * SLOW_TURN_S else 2
+        turns = limits.PAIRS if limits.PAIRS * turn_s < 2 * limits.SLOW_TURN_S else 2
         timing_s = 2 * (turns + 1) * turn_s
         return self.build_s(config) + timing_s + self.comparison_s(config)
 
@@ -237,7 +227,7 @@ class TimeEstimates:
         """Whether there is time for a visit, and for the race after it. The first config of a kind
         that compiles may be tried with less time: it gains the most."""
         guessed = self.build_s(config) and not self._seen_s(config)
-        return (LIKELY if guessed else 1.0) * needs_s <= self.left_s
+        return (limits.LIKELY if guessed else 1.0) * needs_s <= self.left_s
 
     @property
     def left_s(self) -> float:
@@ -249,8 +239,9 @@ class TimeEstimates:
         """Seconds of `rounds` rounds of the final race; by default, those that time is kept for."""
         own, visits = self._visits.baseline, map(self._visits.get, leaders)
         if rounds is None:
-            rounds = LOOKS[0] if own.step_s * PAIRS > SLOW_TURN_S else LOOKS[1]
-        took = [max((t.own_s for t in v.turns), default=TURN_S) for v in visits if v]
+            slow = own.step_s * limits.PAIRS > limits.SLOW_TURN_S
+            rounds = limits.LOOKS[0 if slow else 1]
+        took = [max((t.own_s for t in v.turns), default=limits.TURN_S) for v in visits if v]
         return rounds * (sum(took) + max(turn.beside.seconds for turn in own.turns))
 
     def _seen_s(self, config: Config) -> float:

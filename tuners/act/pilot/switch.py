@@ -16,19 +16,10 @@ from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 from torch.utils._pytree import tree_leaves
 
 from advisor.cache.config import Config
-from advisor.tuners.act import hooks, layouts
+from advisor.tuners.act import compiled, hooks, layouts
 from advisor.tuners.act.applied import AppliedConfig
 from advisor.tuners.act.artifacts import restore_keys, use_stable_keys
-from advisor.tuners.act.compiled import (
-    CompiledCode,
-    fallbacks,
-    free,
-    graphs_compiled,
-    raise_recompile_limit,
-)
 from advisor.tuners.act.gate import Gate
-from advisor.tuners.act.hooks import Patch
-from advisor.tuners.act.layouts import Storages, strided
 from advisor.tuners.act.pilot.loop_observer import TrainedModel
 from advisor.tuners.act.pilot.trees import map_tensors
 from advisor.tuners.act.process_flags import PROCESS_FLAGS
@@ -140,7 +131,7 @@ class ConfigSwitch:
         self._outers = [outer for outer in outers if layouts.can_rebuild(outer)]
         weights = (w for outer in self._outers for w in (*outer.parameters(), *outer.buffers()))
         self._strides = {w: w.stride() for w in weights if w.dim() > 3 and layouts.is_alone(w)}
-        self._storages = Storages()
+        self._storages = layouts.Storages()
         every = itertools.chain(*self._groups)
         self._steps_on_host = not any(one.get("fused") or one.get("capturable") for one in every)
         for one in optimizers:
@@ -148,7 +139,7 @@ class ConfigSwitch:
         self._attached.callback(restore_keys)
         self._replays = Replays()
         self._fallbacks = math.inf
-        self._compiled_code = CompiledCode()
+        self._compiled_code = compiled.CompiledCode()
         self._made: dict[Config, set[str | int]] = {}
         self._seen = {own: AppliedConfig(own, own, device)}
         self._flags = Config()
@@ -163,7 +154,7 @@ class ConfigSwitch:
 
     @property
     def fell_back(self) -> bool:
-        return fallbacks() > self._fallbacks
+        return compiled.fallbacks() > self._fallbacks
 
     def set(
         self,
@@ -200,7 +191,7 @@ class ConfigSwitch:
             call.on_error, call.keeps_outputs = on_error, disposable
         self.config = config
         compiles = any(knob.compile_s for knob, _value in applied.rows)
-        self._fallbacks = fallbacks() if compiles else math.inf
+        self._fallbacks = compiled.fallbacks() if compiles else math.inf
         self._make_room()
 
     def put_flags(self) -> None:
@@ -221,9 +212,9 @@ class ConfigSwitch:
         code = _code(self._seen.pop(config))
         if code not in map(_code, self._seen.values()):
             self._kept.pop(code, None)
-            free(self._made.pop(code, set()))
+            compiled.free(self._made.pop(code, set()))
         if not any(applied.layouts for applied in self._seen.values()):
-            self._storages = Storages()  # weights are where the script has them
+            self._storages = layouts.Storages()  # weights are where the script has them
         self._make_room()
 
     def _claim(self) -> None:
@@ -279,7 +270,7 @@ class ConfigSwitch:
         self._attached.close()
         self.calls.clear()
         self._kept.clear()
-        self._storages = Storages()
+        self._storages = layouts.Storages()
 
     def _lay_out(self, applied: AppliedConfig) -> None:
         changes = False
@@ -302,7 +293,7 @@ class ConfigSwitch:
                         state[name] = self._storages.laid_out(there, value, parameter.stride())
         for tensor in self._strides:
             if tensor.grad is not None:
-                tensor.grad = strided(tensor.grad, tensor.stride())
+                tensor.grad = layouts.strided(tensor.grad, tensor.stride())
 
     def _set_optimizers(
         self, given: dict[str, Any], on_error: OnError = None, on_backward: OnError = None
@@ -353,7 +344,7 @@ class ConfigSwitch:
             finally:
                 optimizer.param_groups = groups
 
-        self._watching.callback(Patch(optimizer, "step", protected).remove)
+        self._watching.callback(hooks.Patch(optimizer, "step", protected).remove)
 
     def _saved(self, optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
         """Return an optimizer's state_dict with the script's own kernels; `saved` stays."""
@@ -393,7 +384,7 @@ class ConfigSwitch:
 
     def _compiled(self, call: ModelCall, applied: AppliedConfig) -> Gate:
         module = call.module
-        self._attached.callback(raise_recompile_limit())
+        self._attached.callback(compiled.raise_recompile_limit())
         use_stable_keys()
         hooks.replace_call(module, None)
         for knob, value in applied.rows:
@@ -499,7 +490,7 @@ def _wrapped(
             args, kwargs = map_tensors(placed, (args, kwargs))
         if dtype is None and not applied.undoes_autocast:
             found = inner(*args, **kwargs)
-        elif dtype is None and (applied.undoes_compile or not graphs_compiled()):
+        elif dtype is None and (applied.undoes_compile or not compiled.graphs_compiled()):
             with hooks.no_autocast(device.type):
                 found = inner(*args, **kwargs)
         else:
