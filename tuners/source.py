@@ -48,12 +48,8 @@ _KNOWN: dict[tuple[Path, tuple[str, ...]], tuple[dict[Path, _Stamp], str]] = {}
 
 def digest(path: Path, names: tuple[str, ...]) -> str:
     """Digest (64 hex characters) of the code that decides some names of a file. Names that the file
-    lacks are ignored. Raises TargetError if the file cannot be read."""
-    return _known(path, names)[1]
-
-
-def _known(path: Path, names: tuple[str, ...]) -> tuple[dict[Path, _Stamp], str]:
-    """As `_read`, but cached until one of the files changes. Raises TargetError."""
+    lacks are ignored. It is cached until one of the files read for it changes. Raises TargetError
+    if the file cannot be read."""
     known = _KNOWN.get((path, names))
     if known is None or any(_stamp(one) != stamp for one, stamp in known[0].items()):
         try:
@@ -62,7 +58,7 @@ def _known(path: Path, names: tuple[str, ...]) -> tuple[dict[Path, _Stamp], str]
             why = getattr(exc, "strerror", None) or type(exc).__name__
             raise TargetError(f"{path.name} cannot be read: {why}") from exc
         _KNOWN[path, names] = known
-    return known
+    return known[1]
 
 
 def _read(path: Path, names: tuple[str, ...]) -> tuple[dict[Path, _Stamp], str]:
