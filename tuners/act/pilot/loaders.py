@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from traceback import walk_stack
 from types import CodeType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,9 +30,7 @@ from advisor.cache import settings
 from advisor.tuners import host, worker_limits
 from advisor.tuners.act.hooks import Patch
 from advisor.tuners.faults import Stopped, failure
-
-if TYPE_CHECKING:
-    from advisor.tuners.knobs import LoaderFacts
+from advisor.tuners.knobs import LoaderFacts
 
 _NO_BATCH = object()
 BATCH_TIMEOUT_S = 60.0  # a forked worker may hang on a lock that its parent held
@@ -91,8 +89,6 @@ class Loaders:
 
     def seen(self) -> LoaderFacts:
         """Return facts on the loader that feeds the steps, and stop observing it."""
-        from advisor.tuners.knobs import LoaderFacts
-
         self._looking = False
         if self._observed is None:
             return LoaderFacts()
