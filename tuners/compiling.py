@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from advisor.tuners.torch_facts import torch
-
-if TYPE_CHECKING:
-    from torch import nn
 
 BLOCKS = "blocks"
 """Mode "default" for each block that a model repeats: one compilation for all of them
@@ -29,7 +26,7 @@ _OPTIONS = {"triton.mix_order_reduction": False}
 _SAME_DRAWS = {"fallback_random": True}
 
 
-def compile_in_place(model: nn.Module, mode: str, **how: Any) -> None:
+def compile_in_place(model: torch.nn.Module, mode: str, **how: Any) -> None:
     """Compile a model in place, replacing an earlier compilation. `mode`: a mode of torch.compile,
     the backend 'cudagraphs', or BLOCKS. `how`: more arguments of torch.compile."""
     if mode == "cudagraphs":
@@ -41,7 +38,7 @@ def compile_in_place(model: nn.Module, mode: str, **how: Any) -> None:
         _compile(model, **_by_inductor(mode), **how)
 
 
-def _compile(model: nn.Module, **how: Any) -> None:
+def _compile(model: torch.nn.Module, **how: Any) -> None:
     # Not torch.compile(model): it changes the names in state_dict(). Not model.compile(): timm's
     # task overrides it, and torch 2.11 compiles no forward() of its own, such as nn.Sequential's.
     call: Callable[..., Any] = model._call_impl
@@ -75,15 +72,15 @@ def apply_workarounds() -> None:
         setattr(torch._inductor.config, name, value)
 
 
-def repeated(model: nn.Module) -> list[nn.Module]:
+def repeated(model: torch.nn.Module) -> list[torch.nn.Module]:
     """The outermost repeated modules; none if they are less than half of the model's modules."""
     found = list(_repeated(model))
     within = sum(1 for block in found for _ in block.modules())
     return found if 2 * within >= sum(1 for _ in model.modules()) else []
 
 
-def _repeated(module: nn.Module) -> Iterator[nn.Module]:
-    kinds: dict[Hashable, list[nn.Module]] = defaultdict(list)
+def _repeated(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    kinds: dict[Hashable, list[torch.nn.Module]] = defaultdict(list)
     if isinstance(module, torch.nn.Sequential | torch.nn.ModuleList | torch.nn.ModuleDict):
         for block in module.children():
             if any(True for _ in block.children()):  # single layers fuse nothing
@@ -95,7 +92,7 @@ def _repeated(module: nn.Module) -> Iterator[nn.Module]:
             yield from _repeated(child)
 
 
-def _kind(block: nn.Module) -> Hashable:
+def _kind(block: torch.nn.Module) -> Hashable:
     """What torch.compile guards on: the code, and float attributes such as rates of stochastic
     depth. Integers are left out: a layer's index is mostly read in inference only."""
     from advisor.tuners.fingerprint import of_model  # here: a server needs no parsers

@@ -23,13 +23,10 @@ import types
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from advisor.cache.key import fingerprint
 from advisor.tuners.torch_facts import torch
-
-if TYPE_CHECKING:
-    from torch import nn
 
 _log = logging.getLogger("advisor")
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
@@ -40,7 +37,7 @@ NOT_COMPUTED = {"annotation", "returns", "ctx", "type_comment", "type_params", "
 """Fields of syntax trees that compute nothing, or differ between versions of Python."""
 
 
-def of_model(model: nn.Module) -> str:
+def of_model(model: torch.nn.Module) -> str:
     """Digest of the module tree, class names, hyperparameters, parameter and buffer types, and the
     user's own code. It raises nothing."""
     model, lazy = unwrapped(model), torch.nn.parameter.is_lazy
@@ -78,7 +75,7 @@ def _hook(hook: Any) -> list[Any]:
     return [str(getattr(code, "__qualname__", "")), _code([code])]
 
 
-def _stated(module: nn.Module) -> str:
+def _stated(module: torch.nn.Module) -> str:
     try:  # extra_repr() is where a module states its hyperparameters; addresses differ by run
         return _ADDRESS.sub("0x", module.extra_repr())
     except Exception:  # the user's extra_repr() failed: its attributes hold the same facts
@@ -311,21 +308,21 @@ def _is_own(piece: Any) -> bool:
     return not is_library(file)
 
 
-def family(model: nn.Module) -> str:
+def family(model: torch.nn.Module) -> str:
     """12 hex characters over the classes of a model's modules: ResNet-18's equal ResNet-50's."""
     model = unwrapped(model)
     leaves = {type(m).__qualname__ for m in model.modules() if not any(True for _ in m.children())}
     return fingerprint([type(model).__qualname__, sorted(leaves)])[:12]
 
 
-def unwrapped(model: nn.Module) -> nn.Module:
+def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
     """The user's own module inside torch.compile and (Distributed)DataParallel wrappers."""
     wrappers = (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)
     inner = model.module if isinstance(model, wrappers) else getattr(model, "_orig_mod", None)
     return unwrapped(inner) if isinstance(inner, torch.nn.Module) else model
 
 
-def size(model: nn.Module) -> tuple[int, int]:
+def size(model: torch.nn.Module) -> tuple[int, int]:
     """(Number of modules, number of parameters), to show a person how a model has changed."""
     model = unwrapped(model)
     lazy = torch.nn.parameter.is_lazy
@@ -333,7 +330,7 @@ def size(model: nn.Module) -> tuple[int, int]:
     return sum(1 for _ in model.modules()), sum(counts)
 
 
-def libraries(model: nn.Module) -> tuple[str, ...]:
+def libraries(model: torch.nn.Module) -> tuple[str, ...]:
     tops = {type(module).__module__.partition(".")[0] for module in model.modules()}
     names = {name for top in tops - {"torch", "__main__"} for name in _distributions().get(top, ())}
     return tuple(sorted(f"{name}=={importlib.metadata.version(name)}" for name in names))

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-from typing import TYPE_CHECKING
 
 from advisor.tuners.torch_facts import torch
-
-if TYPE_CHECKING:
-    from torch import nn
 
 MIN_FEATURES = 2048  # features from which a layer gains more than casting costs (torchao's tables)
 MULTIPLE = 16  # of features, which the matrix units need
@@ -35,7 +31,7 @@ def lacking(capability: tuple[int, int], wide: int) -> str:
     return ""
 
 
-def gains(layer: nn.Module) -> bool:
+def gains(layer: torch.nn.Module) -> bool:
     """Whether fp8 may make a layer faster."""
     if type(layer) is not torch.nn.Linear:  # a subclass may use its weights otherwise
         return False
@@ -43,7 +39,7 @@ def gains(layer: nn.Module) -> bool:
     return min(sizes) >= MIN_FEATURES and not any(size % MULTIPLE for size in sizes)
 
 
-def convert(model: nn.Module) -> nn.Module:
+def convert(model: torch.nn.Module) -> torch.nn.Module:
     """Convert a model's large linear layers to fp8 in place; names and parameters stay. Without
     CUDA, fp8 is emulated, for tests."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
@@ -51,7 +47,7 @@ def convert(model: nn.Module) -> nn.Module:
     device = next(model.parameters()).device
     # Padded, because the number of rows of a batch may be no multiple of 16.
     how = Float8LinearConfig(pad_inner_dim=True, emulate=device.type != "cuda")
-    converted: nn.Module = convert_to_float8_training(
+    converted: torch.nn.Module = convert_to_float8_training(
         model, config=how, module_filter_fn=lambda layer, _name: gains(layer)
     )
     return converted

@@ -11,7 +11,7 @@ import os
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from advisor.cache.config import BATCH, Config, Value
 from advisor.cache.record import CAPTURE, FLAGS, LOOP, PILOT, USES, Record
@@ -22,9 +22,6 @@ from advisor.tuners.decisions import COMPILE_S
 from advisor.tuners.environment import threads_set
 from advisor.tuners.tf32 import Float32, describe, set_float32
 from advisor.tuners.torch_facts import torch
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
 
 CHECKPOINT, OFFLOAD = "checkpoint_blocks", "offload"
 COMPUTE, INPUT = "compute", "input"  # stages: a batch lies on the device; a loader feeds it
@@ -94,7 +91,7 @@ class LoaderFacts:
 class ScriptSettings:
     """The settings that a running script makes for the models that it trains."""
 
-    weights: Sequence[Tensor]
+    weights: Sequence[torch.Tensor]
     autocast: torch.dtype | None = None
     compiled: bool = False
     optimizers: Sequence[torch.optim.Optimizer] = ()
@@ -144,11 +141,13 @@ class Knob:
     """Whether the environment has set the flag, which then stays. None: advice may change it."""
     mapped: str = ""  # its name in `--map`, if an option of a run's script may set it
     script: Callable[[ScriptSettings], ScriptValue | None] | None = None  # that a script has set
-    layers: Mapping[Value, Callable[[nn.Module], nn.Module]] = field(default_factory=dict)
+    layers: Mapping[Value, Callable[[torch.nn.Module], torch.nn.Module]] = field(
+        default_factory=dict
+    )
     """By value: replaces a model's layers, before the model is laid out and compiled."""
-    model: Callable[[nn.Module, Value], None] | None = None  # acts in place
+    model: Callable[[torch.nn.Module, Value], None] | None = None  # acts in place
     blocks: bool = False  # saves memory: `recomputation`, `offloading` of a running script
-    layout: Callable[[Tensor, Value], torch.memory_format | None] | None = None
+    layout: Callable[[torch.Tensor, Value], torch.memory_format | None] | None = None
     optimizer: bool = False  # True takes the optimizer's fused kernels
     loader: bool = False  # an argument of DataLoader
     autocast: Mapping[Value, str] = field(default_factory=dict)  # autocast's dtype, by value
@@ -197,17 +196,17 @@ def _own_precision(script: ScriptSettings) -> ScriptValue | None:
     return ScriptValue("tf32", locked=False) if "matmul=tf32" in describe() else None
 
 
-def _layout(tensor: Tensor) -> torch.memory_format | None:
+def _layout(tensor: torch.Tensor) -> torch.memory_format | None:
     """The channels-last format for a tensor's number of dimensions; None if there is none."""
     return {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.dim())
 
 
-def _laid_out(batch: Tensor, value: Value) -> torch.memory_format | None:
+def _laid_out(batch: torch.Tensor, value: Value) -> torch.memory_format | None:
     found = _layout(batch) if batch.is_floating_point() else None
     return found if value or found is None else torch.contiguous_format
 
 
-def _lay_out_model(model: nn.Module, value: Value) -> None:
+def _lay_out_model(model: torch.nn.Module, value: Value) -> None:
     # Not model.to(memory_format=...): that raises on a model with both 4-D and 5-D weights.
     # Not contiguous(): it leaves a tensor of one channel as it is, and cuDNN goes by the strides.
     if value:
@@ -301,12 +300,12 @@ def _compile_seconds(value: Value, modules: int) -> float:
     return seconds + each * modules
 
 
-def _compile(model: nn.Module, value: Value) -> None:
+def _compile(model: torch.nn.Module, value: Value) -> None:
     if value != "none":
         compiling.compile_in_place(model, str(value))
 
 
-def _compile_dynamic(model: nn.Module, value: Value) -> None:
+def _compile_dynamic(model: torch.nn.Module, value: Value) -> None:
     if value:  # in mode default, the only one that `conflicts` permits
         compiling.compile_in_place(model, "default", dynamic=True)
 

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from advisor.cache.config import Config
 from advisor.cache.key import fingerprint
@@ -26,9 +26,6 @@ from advisor.tuners import source
 from advisor.tuners.faults import where
 from advisor.tuners.fingerprint import is_library
 from advisor.tuners.torch_facts import torch
-
-if TYPE_CHECKING:
-    from torch import nn
 
 HOOKS = ("make_batch", "loss")  # functions that a target's file may define besides the model
 EDITED = "edited since"
@@ -127,7 +124,7 @@ class Loaded:
     """A target ready to build. `make_batch` and `loss` are the file's optional hooks."""
 
     spec: Spec
-    factory: Callable[[], nn.Module]
+    factory: Callable[[], torch.nn.Module]
     make_batch: Callable[[int, Any], tuple[Any, Any]] | None = None
     loss: Callable[[Any, Any], Any] | None = None
 
@@ -168,7 +165,7 @@ def load(spec: Spec, arguments: Config) -> Loaded:
     )
 
 
-def build(loaded: Loaded) -> nn.Module:
+def build(loaded: Loaded) -> torch.nn.Module:
     """Build a new model. Raises TargetFailed if the factory raised, or returned no nn.Module."""
     try:
         model = loaded.factory()
@@ -247,7 +244,7 @@ def _takes(found: Callable[..., Any], arguments: Config) -> bool:
     return False
 
 
-def _torchvision(name: str, arguments: dict[str, Any]) -> Callable[[], nn.Module]:
+def _torchvision(name: str, arguments: dict[str, Any]) -> Callable[[], torch.nn.Module]:
     from torchvision import models
 
     try:

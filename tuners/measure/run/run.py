@@ -24,7 +24,6 @@ from advisor.tuners.act.pilot.protocol import (
 )
 from advisor.tuners.act.pilot.script_facts import ScriptFacts, micro_batches
 from advisor.tuners.decisions import HEADROOM, START_S, STARTS
-from advisor.tuners.knobs import OFFLOAD, SAVING
 from advisor.tuners.measure.run.mapped_options import MappedOptions
 from advisor.tuners.measure.run.session import (
     AttachedScript,
@@ -37,7 +36,7 @@ from advisor.tuners.measure.runner import UNVERIFIED, Block, Compared, ConfigFai
 
 T = TypeVar("T")
 SAVE_TIMEOUT_S = 30.0  # for saving compiled code
-_EVERY_WAY = " ".join(SAVING)
+_EVERY_WAY = " ".join(knobs.SAVING)
 _UNSUITED = "the script runs out of memory, and with advisor's ways to save memory it fails"
 RETRY_HINT = "fix that, then give the same command again"
 
@@ -107,12 +106,12 @@ class Run:
                 raise TargetFailed(self._why_nothing_fits(exc), "") from exc
             if not self._saves and not without:
                 raise TargetFailed(str(exc), "") from exc
-            if self._saves == OFFLOAD:
+            if self._saves == knobs.OFFLOAD:
                 raise TargetFailed(f"{_UNSUITED}: {self.refusal}", "") from exc
             # Advisor's own way fails: blocks that cannot be called twice.
             said = (exc.said or str(exc)).rpartition("NotRecomputable: checkpointing: ")[2]
             self.refusal = "" if without else said
-            self._variables[LEAST_MEMORY] = _EVERY_WAY if without else OFFLOAD
+            self._variables[LEAST_MEMORY] = _EVERY_WAY if without else knobs.OFFLOAD
             return self.describe()
         self._processes = seen.processes
         self._with_host_bytes = size_of(seen.memory, "peak", "host")
@@ -192,8 +191,8 @@ class Run:
     def compare(self, config: Config, *, deadline_s: float, checks: bool = False) -> Compared:
         """As Runner; `checks`: see CompareRequest. Later blocks then add to `faults`, too."""
         within, own = self.command.within(config, self.baseline), self.baseline
-        if own.get(OFFLOAD) and 0 < HEADROOM * self._with_host_bytes <= self.memory:
-            own = own.replace(**{OFFLOAD: False})  # the same numbers in less time
+        if own.get(knobs.OFFLOAD) and 0 < HEADROOM * self._with_host_bytes <= self.memory:
+            own = own.replace(**{knobs.OFFLOAD: False})  # the same numbers in less time
         asked = comparison(within, own, self.tolerance, deadline_s, checks=checks)
         request = BlockRequest(config=self.baseline, own=self.baseline, steps=1, compare=asked)
         try:
