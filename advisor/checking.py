@@ -1,8 +1,10 @@
-"""check(): compare what a script itself does with strict fp32, and measure what that costs."""
+"""check(): compare what a script itself does with strict fp32, and measure what that costs. Also
+what slows a script down and no setting can fix."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import cast
 
@@ -14,10 +16,12 @@ from advisor.open_store import open_records
 from advisor.persistence import lock_names, measuring
 from advisor.resolve.lookups import set_up_logging
 from advisor.store import Store
+from advisor.tuners.act.pilot.protocol import Limit
 from advisor.tuners.act.pilot.script_facts import ScriptFacts
 from advisor.tuners.decisions import SLOW_TURN_S
 from advisor.tuners.knobs import COMPILE, FORMATS, LAYOUTS, SAVING, described_own
 from advisor.tuners.measure.run.run import Run
+from advisor.tuners.measure.run.session import RunEnded
 from advisor.tuners.measure.runner import ConfigFailed
 from advisor.tuners.search.plan import CHECK, Clock, Plan, Progress
 from advisor.tuners.search.ratio import Ratio
@@ -82,6 +86,17 @@ def check(
     return checked_run(command, plan, urls_of(store), progress_of(on_event), None)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What slows a script down: `found`, the largest gain first, none below 2%; over `seconds`, in
+    which it made `steps_per_s`. `ended`: why it ended before the budget was over; ''."""
+
+    found: tuple[Limit, ...]
+    steps_per_s: float
+    seconds: float
+    ended: str
+
+
 def checked_run(
     command: Sequence[str],
     plan: Plan,
@@ -90,6 +105,45 @@ def checked_run(
     show: Callable[[str], None] | None,
 ) -> Checked:
     """As `check`. `show`: as in RunWorkload."""
+    with _started(command, plan, cache, progress, show) as opened:
+        return _checked(opened, Clock(plan.seconds))
+
+
+def limits_of(command: Sequence[str], plan: Plan, cache: Cache, progress: Progress) -> Limits:
+    """Observe a command's unmodified steps. Raises as `check`, and WorkerError if it ends, or the
+    budget is over, before they are observed."""
+    with _started(command, plan, cache, progress) as opened:
+        run, clock = cast(Run, opened.runner), Clock(plan.seconds)
+        larger = f"give a larger --budget, such as {2 * clock.budget_s:g}s"
+        try:
+            step_s = Visitor(run, run.baseline, clock, lambda _config: None).begin().step_s
+        except ConfigFailed as exc:
+            raise WorkerError(f"its steps were not timed: {exc}; {larger}") from exc
+        began, found, ended, until = clock.now(), tuple[Limit, ...](), "", 0.0
+        while clock.left_s > 0:
+            steps = max(1, round(min(SLOW_TURN_S, clock.left_s) / step_s))
+            try:
+                found, until = run.limits(steps, deadline_s=clock.deadline_s), clock.now()
+            except RunEnded as exc:
+                ended = str(exc) if exc.outcome != "timed_out" else ""
+                break
+        if not until:
+            why = f"its steps were not observed: {ended or 'the budget was over'}"
+            raise WorkerError(f"{why}; have it train for longer, or {larger}")
+        ordered = tuple(sorted(found, key=lambda one: -one.gain))
+        seconds = until - began
+        return Limits(found=ordered, steps_per_s=1 / step_s, seconds=seconds, ended=ended)
+
+
+@contextmanager
+def _started(
+    command: Sequence[str],
+    plan: Plan,
+    cache: Cache,
+    progress: Progress,
+    show: Callable[[str], None] | None = None,
+) -> Iterator[OpenWorkload]:
+    """Context manager: the command that has made its first steps, and that nobody else measures."""
     set_up_logging()
     records = open_records(cache, fallback=True)
     workload = RunWorkload(command, {}, show=show)
@@ -100,7 +154,7 @@ def checked_run(
         space = workload.space(opened, plan, progress)
         # All of its own settings, also those that advisor would not offer here.
         opened.runner.baseline = Config(space.default | cast(ScriptFacts, opened.seen).own)
-        return _checked(opened, Clock(plan.seconds))
+        yield opened
 
 
 def _checked(opened: OpenWorkload, clock: Clock) -> Checked:

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from advisor.arguments import Model
+from advisor.arguments import Model, progress_of
 from advisor.cache.codec import to_plain
 from advisor.cache.kinds import ByteSize
 from advisor.cache.record import Record
-from advisor.cache.shown import size, speedup
+from advisor.cache.shown import size, speedup, times
 from advisor.cache.task import Task, permissions
 from advisor.cli import options
 from advisor.cli.options import DONE, FAILED, OrCommand, Output, Parts, json_or_text, option, warn
@@ -26,7 +26,7 @@ from advisor.errors import UsageError
 from advisor.report import cost, feeding, memory, sections
 from advisor.report.document import as_data
 from advisor.report.progress import Shown
-from advisor.report.text import ago, rate, spread
+from advisor.report.text import ago, duration, rate, spread
 from advisor.resolve.answer import advises
 from advisor.tuners.act.pilot.protocol import KEEP_CHECKPOINTS
 from advisor.tuners.search.plan import CHECK, EXPLAIN, VERIFY, Plan
@@ -370,17 +370,23 @@ def _again(command: tuple[str, ...], model: Model, given: Mapping[str, Any]) -> 
 
 
 @click.command(cls=OrCommand)
-@click.argument("key")
+@click.argument("key", required=False)
 @options.row_options(Task, "data", "data_args")
 @_again_options(EXPLAIN)
 @json_or_text
-def explain(key: str, command: tuple[str, ...], **given: Any) -> Parts:
+def explain(key: str | None, command: tuple[str, ...], **given: Any) -> Parts:
     """Measure what each knob of the record KEY's advice contributes.
 
     Knobs that contribute nothing leave the advice. For the record of a run, give its command as
     you would type it: advisor explain KEY -- python train.py. With --data, advisor also says what
     limits the training, and what a sample costs.
+
+    Without KEY, advisor explain -- python train.py names what slows your script down and no setting
+    can fix, with its lines and the most that each gains.
     """
+    if key is None:
+        yield from _limits(command, given)
+        return
     from advisor import verification
 
     data = given["data"] or ""
@@ -398,6 +404,37 @@ def explain(key: str, command: tuple[str, ...], **given: Any) -> Parts:
         yield f"Nothing to explain: the advice is {record.key.task.baseline}."
     about = {"dropped": list(found.dropped), "costs": to_plain(costs) if costs else None}
     yield Output(lambda: {**about, "record": as_data(record, given["cache"])})
+
+
+def _limits(command: tuple[str, ...], given: Mapping[str, Any]) -> Parts:
+    if not command:
+        raise UsageError("give a record's KEY, your command after --, or both")
+    for name in ("target", "data", "data_args", "map"):
+        if given[name]:
+            raise UsageError(f"--{name.replace('_args', '-arg')} needs the KEY of a record")
+    plan, on_event = (
+        Plan.of({"budget": given["budget"]}),
+        _again(command, Model(), given)["on_event"],
+    )
+    from advisor.checking import limits_of
+
+    found = limits_of(command, plan, given["cache"], progress_of(on_event))
+    yield f"your unmodified script makes {rate(found.steps_per_s)} steps/s"
+    if found.ended:
+        yield f"it was observed for only {found.seconds:.0f} s: {found.ended}"
+    for one in found.found:
+        each = {"loading": "a sample", "evaluation": "a time", "checkpoint": "a time"}
+        where = f"{one.file.removeprefix(f'{Path.cwd()}/')}:{one.line}: " * bool(one.file)
+        cost = f"{duration(one.seconds)} {each.get(one.what, 'a step')}"
+        yield f"{where}{one.what}, {cost}: without it at most {times(one.gain)}"
+    if not found.found:
+        yield "nothing was found that slows it down by 2% and that no setting can fix"
+    document: dict[str, Any] = {
+        "limits": [to_plain(one) for one in found.found],
+        "ended": found.ended,
+    }
+    document |= {"steps_per_s": found.steps_per_s, "observed_s": found.seconds}
+    yield Output(lambda: document)
 
 
 _VERDICTS = {

@@ -7,6 +7,7 @@
   how long the steps wait. The script gets the loader's own iterator.
 - `_sampler_iter`, `_base_seed`, `_tasks_outstanding`, `_shutdown` and the queues of such an
   iterator: to start workers in the middle of an epoch, and to see whether they keep up.
+- `_dataset`, `_collate_fn` and `_num_workers` of one, to see the stacks of its loading.
 - `_worker_pids_set` of advisor's own workers: otherwise the script raises as soon as one dies.
 - `torch.autocast.__enter__`, to undo the script's own, which a model may enter itself.
 - `torch.autograd.backward`, which `Tensor.backward` calls, while a config is set or compared, two

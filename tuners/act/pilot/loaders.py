@@ -69,6 +69,7 @@ class Loaders:
         self.waited_s = 0.0  # seconds waited for batches since `begin_block`
         self.taken = self._unfinished_before = 0  # batches from workers since `begin_block`
         self.batches = 0  # of an epoch, of the loader that feeds the steps; 0 if unknown
+        self.feeding: Callable[[], Any] = lambda: None  # the iterator of the last training batch
         self._batch_bytes = self._most = 0
         self._looking = True
         self._feeding: weakref.WeakSet[DataLoader[Any]] = weakref.WeakSet()
@@ -181,6 +182,8 @@ class Loaders:
         if threading.current_thread() is not threading.main_thread():
             return plain(iterator)
         began, epoch = time.perf_counter(), self._epochs.get(iterator)
+        if torch.is_grad_enabled():
+            self.feeding = weakref.ref(iterator)
         try:
             batch = _NO_BATCH if epoch is None else self._from_workers(iterator, epoch, plain)
             if batch is _NO_BATCH:

@@ -116,6 +116,7 @@ class Pilot:
         self._began = self._first_s = self._switched = self._joules = 0.0
         self._flops: StepFlops | None = None  # while a step is counted
         self._counted = Config()  # once a step was counted
+        self._limits: Any = None  # a LimitObserver, once asked for
         self._fresh = self._cut = self._flags_released = False
         self._verdict: Verdict = OK
         self._losses = LossObserver()
@@ -142,6 +143,8 @@ class Pilot:
             self._comparer.close()
         if self._flops is not None:
             self._flops.end(0)
+        if self._limits is not None:
+            self._limits.close()
         if self._switch is not None:
             self._switch.release()
             self._switch = None
@@ -299,6 +302,8 @@ class Pilot:
         """Handle the end of a step of the script."""
         switch.begin_step(freed=self._observer.frees_gradients)
         self._losses.end_step()
+        if self._limits is not None:
+            self._limits.end_step()
         steps = self._request.steps or self._request.warm
         if not steps:
             return
@@ -360,6 +365,7 @@ class Pilot:
             watches=watches,
             counted=self._counted,
             losses=self._losses.taken(),
+            limits=() if self._limits is None else self._limits.found(),
         )
         asked, comparer = self._request.compare, self._comparer
         more = comparer.measured if comparer and asked and asked.passes else {}
@@ -407,6 +413,11 @@ class Pilot:
             self._losses.begin()
         self._warm = request.warm
         self._begin_block()
+        if request.limits:
+            from advisor.tuners.act.pilot.limits import LimitObserver
+
+            given = switch.calls, self._loaders, self._seen.shape[0] // self._seen.processes
+            self._limits = self._limits or LimitObserver(*given)
         return request.compare is not None and self._compare(switch, request, request.compare)
 
     def _set(self, switch: ConfigSwitch, request: BlockRequest) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from advisor.cache.config import Config
-from advisor.cache.domain import Amount, Bytes, Count, Seconds, Share
+from advisor.cache.domain import Amount, Bytes, Count, PositiveRatio, Seconds, Share
 
 if TYPE_CHECKING:
     from advisor.tuners.act.pilot.script_facts import ScriptFacts
@@ -64,6 +64,19 @@ class BlockRequest:
     found: str = ""  # text: the result of the tuning, in the last request
     saves: str = ""  # a file to save compiled code to
     losses: bool = False  # report the losses of all steps
+    limits: bool = False  # report what slows the unmodified script down
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limit:
+    """What slows a script down, at most by the factor `gain`, and its line; '' and 0 if unknown.
+    `seconds`: of a step; of loading, of a sample; of evaluation and checkpoints, each time."""
+
+    what: str
+    file: str
+    line: Count
+    seconds: Seconds
+    gain: PositiveRatio
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +107,7 @@ class BlockResult(TimedSteps):
     blames: str = ""  # as in `Compared`, like outcome and reason after a comparison
     faults: tuple[str, ...] = ()  # of the unmodified script, as sentences, once it is checked
     watches: bool = False  # whether later steps may show another fault
+    limits: tuple[Limit, ...] = ()  # over all such requests
 
 
 class Guide(Protocol):

@@ -21,6 +21,7 @@ from advisor.tuners.act.pilot.protocol import (
     UNCLEAR,
     BlockRequest,
     CompareRequest,
+    Limit,
 )
 from advisor.tuners.act.pilot.script_facts import ScriptFacts, micro_batches
 from advisor.tuners.decisions import HEADROOM, START_S, STARTS
@@ -204,6 +205,12 @@ class Run:
         # The first process with another outcome than 'ok' decides.
         worst = next((result for result in results if result.outcome != "ok"), results[0])
         return Compared(worst.outcome, worst.reason, worst.blames)
+
+    def limits(self, steps: int, *, deadline_s: float) -> tuple[Limit, ...]:
+        """What slows the unmodified script down, since it started. Raises RunEnded if it ends."""
+        own, until = self.baseline, time.monotonic() + deadline_s
+        request = BlockRequest(config=own, own=own, steps=steps, limits=True)
+        return self._running(own, until).results(request, until)[0].limits
 
     def _attempt(
         self, config: Config, deadline_s: float, act: Callable[[PilotSession, float], T]
