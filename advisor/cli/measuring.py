@@ -234,7 +234,8 @@ def compare(
     progress = Shown(options.console(stderr=True), budget_s=seconds)
     with contextlib.ExitStack() as held:
         # Otherwise a cancelled CI job would leave its worktree behind.
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.default_int_handler)
         sides = Side("A", commands[0]), Side("B", commands[1])
         if ref is not None:
             sides, said = held.enter_context(worktree_of(ref, commands[0]))

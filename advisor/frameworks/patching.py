@@ -90,6 +90,7 @@ class ScriptPatch:
         settings = {n: v for n, v in setup.settings.items() if n not in framework.devices[kind]}
         calls = places.model_calls()
         models = {one for call in calls for one in places.variables(call.func)} or places.modules()
+        models = models if models == places.trained() else set()  # a teacher has no optimizer
         through = own and bool(settings or setup.model)
         placed = through and len(calls) == len(models) == 1 and self._call_through(calls[0])
         top = self._block(setup, [*filter(self._is_unset, setup.flags)], called=placed)
@@ -279,6 +280,12 @@ class Places(ScriptNames):
         """The variables whose methods show that they hold an nn.Module."""
         return {one for _call, by in self.methods(*_OF_MODULES) for one in self.variables(by)}
 
+    def trained(self) -> set[Variable]:
+        """The models whose parameters the script reads, as for an optimizer; none if one of them is
+        unknown. `modules` if it reads none."""
+        found = [self.variables(by) for _call, by in self.methods("parameters", "named_parameters")]
+        return set().union(*found) if all(found) and found else set() if found else self.modules()
+
     def _loops(self) -> list[list[ast.AST]]:
         """The loops and scopes around each call of `backward`, from the inside out."""
         kinds = ast.For | ast.While | ScopeNode
@@ -296,7 +303,10 @@ class Places(ScriptNames):
     def loaders(self) -> list[ast.Call]:
         """The DataLoaders from which the loops that call `backward` may take their batches."""
         made, seen = self.named(*_LOADERS), set[Variable]()
-        waiting = [one.iter for loops in self._loops() for one in loops if isinstance(one, ast.For)]
+        loops = self._loops()
+        if len({id(one[0]) for one in loops}) > 1:
+            return []  # perhaps one of another model
+        waiting = [one.iter for around in loops for one in around if isinstance(one, ast.For)]
         found: list[ast.Call] = []
         while waiting:
             for node in ast.walk(waiting.pop()):

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from advisor.tuners import knobs
 from advisor.tuners.act.pilot.protocol import BlockRequest
-from advisor.tuners.decisions import CLEARLY, GAIN, LOOKS, NOTABLE, SETTLE_BLOCKS, TURN_S
+from advisor.tuners.decisions import CLEARLY, LOOKS, NOTABLE, SETTLE_BLOCKS, TURN_S
 from advisor.tuners.measure.run.session import PilotSession
 from advisor.tuners.measure.runner import Block
 from advisor.tuners.search.plan import Clock
@@ -19,7 +19,7 @@ from advisor.tuners.search.visit import turn_steps
 
 FASTER, SLOWER, SAME, COULD_NOT_TELL = "faster", "slower", "same within 1%", "could not tell"
 FIRST_START = 2 / 3
-"""Share of the budget after which a small difference ends the first start, and a second one is to
+"""Share of the budget after which a difference ends the first start, and a second one is to
 confirm it: two starts of one script may differ, as memory and threads lie elsewhere."""
 
 Sides = tuple[PilotSession, PilotSession]
@@ -51,15 +51,13 @@ class InTurn:
 
     @property
     def verdict(self) -> str:
-        """A small difference counts if two starts agree on it."""
-        ratio, found = self.ratio, _verdict(self.ratio)
-        large = ratio.low > GAIN or ratio.high < 1 / GAIN
-        starts = [_verdict(ratio_of(logs)) for logs in self._logs]
-        return found if found == SAME or large or starts[:2] == 2 * [found] else COULD_NOT_TELL
+        """A difference counts if two starts agree on it."""
+        found, starts = _verdict(self.ratio), [_verdict(ratio_of(logs)) for logs in self._logs]
+        return found if found == SAME or starts[:2] == 2 * [found] else COULD_NOT_TELL
 
     @property
     def unconfirmed(self) -> bool:
-        """Whether a second start could confirm a small difference."""
+        """Whether a second start could confirm a difference."""
         return self.verdict != _verdict(self.ratio) and len(self._logs) == 1
 
     def measure(self, sides: Sides, clock: Clock) -> None:
@@ -77,10 +75,10 @@ class InTurn:
             logs.append((a - b - b2 + a2) / 2)
             self.blocks[0].extend(turn[::3])
             self.blocks[1].extend(turn[1:3])
-            small = self.unconfirmed
-            known = self.ratio.within(CLEARLY - 1) if small else self.verdict != COULD_NOT_TELL
+            first = self.unconfirmed
+            known = self.ratio.within(CLEARLY - 1) if first else self.verdict != COULD_NOT_TELL
             late, was_late = clock.spent_s >= FIRST_START * clock.budget_s, late
-            if (known and len(logs) in LOOKS[1:]) or (small and late and not was_late):
+            if (known and len(logs) in LOOKS[1:]) or (first and late and not was_late):
                 break
 
     def losses(self) -> LossesCompared | None:

@@ -68,7 +68,8 @@ class Loaders:
         self._failed, self._override = failed, override
         self.waited_s = 0.0  # seconds waited for batches since `begin_block`
         self.taken = self._unfinished_before = 0  # batches from workers since `begin_block`
-        self.batches = 0  # of an epoch, of the loader that feeds the steps; 0 if unknown
+        # Of an epoch, of the loader that feeds the steps; 0 if unknown.
+        self.batches = self.samples = 0
         self.feeding: Callable[[], Any] = lambda: None  # the iterator of the last training batch
         self._batch_bytes = self._most = 0
         self._looking = True
@@ -193,6 +194,7 @@ class Loaders:
                 self._observe(epoch, batch)
                 with contextlib.suppress(Exception):  # of any kind: the script's sampler has no len
                     self.batches = max(self.batches, len(iterator))
+                    self.samples = max(self.samples, len(iterator._index_sampler.sampler))
             return batch
         finally:
             self.waited_s += time.perf_counter() - began

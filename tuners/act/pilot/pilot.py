@@ -373,7 +373,9 @@ class Pilot:
 
     def _begin_block(self) -> None:
         if self._flops is not None:
-            epoch = self._loaders.batches * self._trained[0].call_samples * self._seen.processes
+            samples = self._loaders.batches * self._trained[0].call_samples
+            # The last batch may be smaller, or be dropped.
+            epoch = min(samples, self._loaders.samples or samples) * self._seen.processes
             counted, self._flops = self._flops.end(self._trained[0].samples), None
             self._counted = counted.replace(epoch=epoch)
         self._done = 0

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.swa_utils import SWALR
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from advisor.tuners.act.hooks import STEP_HOOKS, Patch
@@ -40,11 +41,14 @@ class ScriptChecks:
         self._worst = (0.0, "")  # an update's error, and its weight's name
         self._rates = {id(one): {_rates(one)} for one in optimizers}
         self._schedules = [(one, one.last_epoch) for one in _schedules()]
-        self._epochs = self._epochs_now = 0  # that ended, and of which a step has followed
-        self._batches: Any = None  # the iterator that gave the last batch
-        self._feeds: Any = None  # the iterator whose batch the last step took
+        # Datasets that gave batches; those that have ended; whether a step followed after all had.
+        self._fed, self._ended, self._epoch_over = set[int](), set[int](), False
+        # A loss was scaled; optimizers that a GradScaler takes care of; a step took such gradients.
+        self._scaled_now, self._cared_for, self._raw = False, set[int](), False
         hooks: list[Any] = [one.register_step_pre_hook(self._begins) for one in optimizers]
         hooks.append(Patch(torch.amp.GradScaler, "scale", self._scaled))
+        for name in ("unscale_", "step"):
+            hooks.append(Patch(torch.amp.GradScaler, name, self._cares))
         hooks.append(Patch(_BaseDataLoaderIter, "__next__", self._batch))
         self._removes = [STEP_HOOKS.register(self._stepped), *(one.remove for one in hooks)]
 
@@ -61,7 +65,7 @@ class ScriptChecks:
     def watches(self) -> bool:
         """Whether a schedule has not moved, and no epoch was over yet."""
         still = [one for one, before in self._schedules if one.last_epoch == before]
-        return not self._epochs_now and any(map(self._trains, still))
+        return not self._epoch_over and any(map(self._trains, still))
 
     def faults(self) -> Iterator[str]:
         if self.flushed[1]:
@@ -69,6 +73,11 @@ class ScriptChecks:
                 f"fp16 without a GradScaler: {self.flushed[0]:.2%} of the gradient of "
                 f"{self.flushed[1]} is flushed to zero now, and more as it shrinks; use "
                 "torch.amp.GradScaler, or bf16"
+            )
+        if self._raw:
+            yield (
+                "an optimizer steps with gradients of a loss that GradScaler has scaled; use "
+                "scaler.step(optimizer), or call scaler.unscale_(optimizer) before"
             )
         if self._loss is not None:
             off, kind = torch.finfo(self._loss).eps / 2, str(self._loss).removeprefix("torch.")
@@ -94,7 +103,7 @@ class ScriptChecks:
         moved = [one for one, before in self._schedules if one.last_epoch != before]
         if own and not any(one in own for one in moved):
             what = f"{type(own[0]).__name__} never moves although an epoch ended; call its step()"
-            return what if self._epochs_now else ""
+            return what if self._epoch_over else ""
         for one in moved:
             wanted = float(one.get_last_lr()[0])
             if one in own and not math.isclose(wanted, _rates(optimizer)[0], rel_tol=1e-4):
@@ -108,19 +117,26 @@ class ScriptChecks:
 
     def _scaled(self, plain: Callable[..., Any], scaler: Any, outputs: Any) -> Any:
         self.unscaled &= not scaler.is_enabled()
+        self._scaled_now |= scaler.is_enabled()
         self.saw_loss(outputs)  # the scaled loss may be in another format
         return plain(scaler, outputs)
 
     def _batch(self, plain: Callable[..., Any], batches: Any) -> Any:
         try:
             found = plain(batches)
-            self._batches = batches
+            self._fed.add(id(batches._dataset))
             return found
         except StopIteration:
-            self._epochs += batches is self._feeds
+            self._ended.add(id(batches._dataset))
             raise
 
+    def _cares(self, plain: Callable[..., Any], scaler: Any, optimizer: Any, *more: Any) -> Any:
+        self._cared_for.add(id(optimizer))
+        return plain(scaler, optimizer, *more)
+
     def _begins(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if self._scaled_now and id(optimizer) in self._rates:
+            self._raw |= id(optimizer) not in self._cared_for
         # The first update alone, as copies take time, and none that a GradScaler scales or skips,
         # before which a closure computes gradients, or after which a hook may change the weights.
         given = [getattr(optimizer, name, None) for name in ("grad_scale", "found_inf")]
@@ -136,18 +152,21 @@ class ScriptChecks:
             self._updates[id(optimizer)] = None
         if id(optimizer) in self._rates:
             self._rates[id(optimizer)].add(_rates(optimizer))
-            self._feeds, self._epochs_now = self._batches, self._epochs
+            self._epoch_over |= bool(self._fed) and self._fed <= self._ended
+            self._scaled_now = False
+            self._cared_for.discard(id(optimizer))
 
 
 def _schedules() -> list[LRScheduler]:
-    """The schedules that exist, without parts of others, and those that follow a metric."""
+    """The schedules that exist, without parts of others, those that follow a metric, and SWALR,
+    which begins late."""
     # There is no other list of them.
     found = [one for one in gc.get_objects() if issubclass(type(one), LRScheduler)]
     parts = {id(part) for one in found for part in getattr(one, "_schedulers", ())}
     return [
         one
         for one in found
-        if id(one) not in parts and not isinstance(one, ReduceLROnPlateau)
+        if id(one) not in parts and not isinstance(one, ReduceLROnPlateau | SWALR)
         if hasattr(one, "last_epoch") and hasattr(one, "optimizer")
     ]
 
