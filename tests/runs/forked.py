@@ -55,6 +55,19 @@ def space_of(seen: ScriptFacts) -> Space:
     )
 
 
+class Scaled(torch.autograd.Function):
+    """A view whose gradient is `by` times as large."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, by: float) -> Tensor:
+        ctx.by = by
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0] * ctx.by, None
+
+
 class Looks:
     """A guide that keeps the script's facts and changes nothing. It fails if the script fails."""
 

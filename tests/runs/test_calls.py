@@ -25,7 +25,7 @@ from advisor.tuners.measure.run.run import comparison
 from advisor.tuners.measure.runner import UNVERIFIED
 from advisor.tuners.measure.samples import Sample
 from advisor.tuners.search.space import Space
-from tests.runs.forked import COMPARE_LIMIT_S, TOLERANCE, ScriptedGuide, left_behind
+from tests.runs.forked import COMPARE_LIMIT_S, TOLERANCE, Scaled, ScriptedGuide, left_behind
 
 HALF: Mapping[str, Value] = {"precision": "bf16"}
 
@@ -136,20 +136,21 @@ def train_both(make: Callable[[], Net], guide: ComparingGuide, **how: Any) -> tu
     return net, alone
 
 
-@pytest.mark.parametrize(
-    "how", [{}, {"model_loss": True}, {"micro": 3}, {"model_loss": True, "scales": True}]
-)
-def test_half_precision_passes_and_the_run_stays_bit_identical(how: dict[str, Any]) -> None:
-    guide = ComparingGuide(HALF, {"fused_optimizer": True})
-    train_both(Net, guide, **how)
-    assert [one.outcome for one in guide.results] == ["ok", "ok"], guide.results
-
-
 @pytest.mark.filterwarnings("ignore:.torch.jit")
-def test_a_model_with_a_scripted_module_is_compared() -> None:
-    guide = ComparingGuide({"fused_optimizer": True})
-    train_both(lambda: Net(inner=torch.jit.script(nn.Tanh())), guide)
-    assert [one.outcome for one in guide.results] == ["ok"], guide.results
+@pytest.mark.parametrize(
+    ("inner", "how"),
+    [
+        *((nn.Tanh, how) for how in ({}, {"model_loss": True}, {"micro": 3})),
+        (nn.Tanh, {"model_loss": True, "scales": True}),
+        (lambda: torch.jit.script(nn.Tanh()), {}),
+    ],
+)
+def test_half_precision_passes_and_the_run_stays_bit_identical(
+    inner: Callable[[], Any], how: dict[str, Any]
+) -> None:
+    guide = ComparingGuide(HALF, {"fused_optimizer": True})
+    train_both(lambda: Net(inner=inner()), guide, **how)
+    assert [one.outcome for one in guide.results] == ["ok", "ok"], guide.results
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
@@ -194,46 +195,19 @@ def test_the_model_is_freed_after_the_pilot_leaves(steps: int) -> None:
     assert reference() is None
 
 
-class _WrongGradient(torch.autograd.Function):
-    """Returns its input. In bf16, its gradient is too large by the fraction `by`."""
+def wrong_gradient(x: Tensor) -> Tensor:
+    """Correct outputs, but in bf16 wrong gradients of the layers before."""
+    return Scaled.apply(x, 3.0) if x.dtype == torch.bfloat16 else x  # type: ignore[no-any-return]
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, by: float) -> Tensor:
-        ctx.by = by if x.dtype == torch.bfloat16 else 0.0
-        return x.view_as(x)
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0] * (1 + ctx.by), None
+def wrong_outputs(x: Tensor) -> Tensor:
+    return x * (1.2 if x.dtype == torch.bfloat16 else 1.0)
 
 
 def raise_under_autocast(outputs: Tensor) -> Tensor:
     if torch.is_autocast_enabled("cpu"):
         raise RuntimeError("no half")
     return outputs
-
-
-@pytest.mark.parametrize(
-    ("how", "outcome", "message"),
-    [
-        # Correct outputs, but wrong gradients of the layers before.
-        ({"inner": lambda hidden: _WrongGradient.apply(hidden, 2.0)}, "wrong", "gradient"),
-        (
-            {"outer": lambda outputs: outputs * (1.2 if outputs.dtype == torch.bfloat16 else 1.0)},
-            "wrong",
-            "allowed",
-        ),
-        ({"outer": raise_under_autocast}, "failed", "RuntimeError: no half"),
-    ],
-)
-def test_wrong_or_failing_config_is_reported_and_the_script_continues(
-    how: dict[str, Any], outcome: str, message: str
-) -> None:
-    guide = ComparingGuide(HALF)
-    train(Net(**how), guide)
-    assert guide.results[0].outcome == outcome, guide.results
-    assert message in guide.results[0].reason
-    assert guide.results[0].blames == ("format" if outcome == "wrong" else "")
 
 
 class Penalized(Net):
@@ -243,20 +217,38 @@ class Penalized(Net):
         logits, _rest = self.outer(super().forward(tokens).repeat(1, 2)).chunk(2, 1)
         return {"loss": (self.first.weight.square().mean(), _rest), "logits": logits}
 
+    def __call__(self, tokens: Tensor) -> Any:
+        found = super().__call__(tokens)
+        return found["logits"] + found["loss"][0]
 
-def test_scalar_output_that_is_not_the_loss_hides_no_other_output() -> None:
-    class Script(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = Penalized(outer=lambda x: _WrongGradient.apply(x, 2.0))
 
-        def __call__(self, tokens: Tensor) -> Any:
-            found = self.net(tokens)
-            return found["logits"] + found["loss"][0]
+class HidingLoss(Net):
+    """Returns its loss in an object in which the pilot sees no tensor."""
 
+    def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Any:
+        loss = super().forward(tokens, labels)["loss"]
+        return type("Hidden", (), {"__getitem__": lambda _self, _name: loss})()
+
+
+@pytest.mark.parametrize(
+    ("make", "outcome", "message"),
+    [
+        (lambda: Net(inner=wrong_gradient), "wrong", "gradient"),
+        (lambda: Net(outer=wrong_outputs), "wrong", "allowed"),
+        (lambda: Net(outer=raise_under_autocast), "failed", "RuntimeError: no half"),
+        # A scalar output that is not the loss hides no other output.
+        (lambda: Penalized(outer=wrong_gradient), "wrong", "gradient"),
+        (HidingLoss, UNVERIFIED, "no gradient came back to what the model returned"),
+    ],
+)
+def test_wrong_or_failing_config_is_reported_and_the_script_continues(
+    make: Callable[[], Net], outcome: str, message: str
+) -> None:
     guide = ComparingGuide(HALF)
-    train(Script(), guide)
-    assert [one.outcome for one in guide.results] == ["wrong"], guide.results
+    train(make(), guide, model_loss=make is HidingLoss, steps=8 * POINTS + 10)
+    (found,) = guide.results
+    assert (found.outcome, found.blames) == (outcome, "format" if outcome == "wrong" else "")
+    assert message in found.reason
 
 
 def test_a_compiled_config_is_compared_without_recompiling(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,21 +272,6 @@ def test_a_cache_that_only_some_configs_fill_is_no_output() -> None:
     guide = ComparingGuide(HALF)
     train(Caching(), guide, model_loss=True)
     assert [one.outcome for one in guide.results] == ["ok"], guide.results
-
-
-class HidingLoss(Net):
-    """Returns its loss in an object in which the pilot sees no tensor."""
-
-    def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Any:
-        loss = super().forward(tokens, labels)["loss"]
-        return type("Hidden", (), {"__getitem__": lambda _self, _name: loss})()
-
-
-def test_comparison_gives_up_if_no_output_receives_a_gradient() -> None:
-    guide = ComparingGuide(HALF)
-    train(HidingLoss(), guide, model_loss=True, steps=8 * POINTS + 10)
-    assert guide.results[0].outcome == UNVERIFIED
-    assert guide.results[0].reason == "no gradient came back to what the model returned"
 
 
 class Counting(Net):
