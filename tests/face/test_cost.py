@@ -23,14 +23,12 @@ from advisor.open_store import open_records, refusal
 from advisor.report.cost import sections
 from advisor.report.html import page
 from advisor.resolve import tracking
-from advisor.tuners.act.pilot.pilot import ActivePilot
 from advisor.tuners.measure.runner import Block
 from advisor.tuners.search.plan import Plan
 from tests import builders
 from tests.builders import MadeUp, Net, space, trained
 from tests.cache import examples
-from tests.runs.forked import Looks
-from tests.runs.test_apply import record_of
+from tests.runs.test_apply import facts_of, record_of
 
 FP32, BF16 = examples.DEFAULT, examples.DEFAULT.replace(precision="bf16")
 COST = {"flops": 1e9, "convolved": 0.0, "uncounted": "", "epoch": 50_000, "price": 0.0}
@@ -184,11 +182,8 @@ def test_mlflow_and_wandb_take_the_figures(
 
 def test_a_run_writes_its_figures_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A callback of a framework does the same as `advisor run --log`."""
-    pilot = ActivePilot()
-    pilot.attach(guide := Looks())
-    trained(Net())
-    pilot.release()
-    known = record_of(guide.seen, Config(precision="bf16", channels_last=True))
+    seen = facts_of(lambda: trained(Net()))
+    known = record_of(seen, Config(precision="bf16", channels_last=True))
     open_records(None).put(replace(known, cost=Config(COST)))
     monkeypatch.setattr(tracking, "TIMED", 3)
     wandb, written = opened()

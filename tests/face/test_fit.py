@@ -224,13 +224,20 @@ def test_no_more_is_said_than_was_measured() -> None:
 
 class Starts(Run):
     """A command that runs out of memory unless it has `most` bytes or more; with the least memory
-    it needs `least`."""
+    it needs `least`. `counts_calls`: its blocks cannot be called twice; `ends`: how its later
+    steps end."""
 
     def __init__(
-        self, *, needs: float, least: float, limit: int = 0, counts_calls: bool = False
+        self,
+        *,
+        needs: float = 0,
+        least: float = 0,
+        limit: int = 0,
+        counts_calls: bool = False,
+        ends: Exception | None = None,
     ) -> None:
         super().__init__(("train",), injected=INJECTED, log=Path("log"), max_memory=limit)
-        self.needs, self.least, self.counts_calls = needs, least, counts_calls
+        self.needs, self.least, self.counts_calls, self.ends = needs, least, counts_calls, ends
         self.starts: list[tuple[bool, bool]] = []
 
     def _start(self, words: tuple[str, ...], start_s: float) -> PilotSession:
@@ -245,24 +252,28 @@ class Starts(Run):
             raise RunEnded("out_of_memory", "it failed", 1, "it ended: CUDA out of memory")
         names = ("weights", "gradients", "optimizer_state")
         parts = Config({name: GIB for name in names}, peak=int(needs))
-        return MadeUpSession(replace(SCRIPT, own=SAVES if saves else Config(), memory=parts))
+        seen = replace(SCRIPT, own=SAVES if saves else Config(), memory=parts)
+        return MadeUpSession(seen, ends=lambda _config, _made: self.ends)
 
 
 @pytest.mark.parametrize(
-    ("needs", "least", "limit", "starts"),
+    ("needs", "limit", "counts_calls", "starts"),
     [
-        (10, 5, 0, [(False, False)]),
-        (90, 5, 0, [(False, False), (True, False)]),
-        (30, 5, 24, [(False, True), (True, True)]),
+        (10, 0, False, [(False, False)]),
+        (90, 0, False, [(False, False), (True, False)]),
+        (30, 24, False, [(False, True), (True, True)]),
+        (90, 0, True, [(False, False), (True, False), (True, False)]),
     ],
 )
 def test_command_that_runs_out_of_memory_starts_once_more(
-    needs: int, least: int, limit: int, starts: list[tuple[bool, bool]]
+    needs: int, limit: int, counts_calls: bool, starts: list[tuple[bool, bool]]
 ) -> None:
-    run = Starts(needs=needs * GIB, least=least * GIB, limit=limit * GIB)
+    """And again, without checkpointing, if its blocks cannot be called twice."""
+    run = Starts(needs=needs * GIB, least=5 * GIB, limit=limit * GIB, counts_calls=counts_calls)
     seen: ScriptFacts = run.describe()
     assert run.starts == starts
     assert ("offload" in seen.own) is (len(starts) > 1)
+    assert (run._variables.get(LEAST_MEMORY) == "offload") is counts_calls
 
 
 @pytest.mark.parametrize(("most", "on_host"), [(10, True), (20, False)])
@@ -283,23 +294,9 @@ def test_fp32_keeps_activations_on_the_device_if_they_fit(
     assert asked[0].compare is not None and asked[0].compare.fp32["offload"] is on_host
 
 
-def test_blocks_that_cannot_be_called_twice_are_not_checkpointed() -> None:
-    run = Starts(needs=90 * GIB, least=5 * GIB, counts_calls=True)
-    run.describe()
-    assert run.starts == [(False, False), (True, False), (True, False)]
-    assert run._variables[LEAST_MEMORY] == "offload"
-
-
 def test_memory_that_runs_out_after_the_first_steps_is_told_apart() -> None:
     """So that the tuning starts again with the least memory."""
-
-    class Later(Starts):
-        def _start(self, words: tuple[str, ...], start_s: float) -> PilotSession:
-            self.starts.append((False, False))
-            ended = RunEnded("out_of_memory", "CUDA out of memory")
-            return MadeUpSession(ends=lambda _config, _made: ended)
-
-    run = Later(needs=0, least=0)
+    run = Starts(ends=RunEnded("out_of_memory", "CUDA out of memory"))
     run.describe()
     with pytest.raises(WorkerError, match="give it a smaller batch") as caught:
         run.block(run.baseline, 8, deadline_s=60.0)

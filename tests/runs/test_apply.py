@@ -10,7 +10,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -38,7 +38,7 @@ from advisor.tuners.act.advice import Advice
 from advisor.tuners.act.advice_usage import Served
 from advisor.tuners.act.compiled import graphs_compiled
 from advisor.tuners.act.pilot.pilot import UNADVISED, ActivePilot
-from advisor.tuners.act.pilot.protocol import BlockRequest, Guide
+from advisor.tuners.act.pilot.protocol import BlockRequest
 from advisor.tuners.act.pilot.script_facts import ScriptFacts
 from advisor.tuners.act.process_flags import PROCESS_FLAGS
 from advisor.tuners.act.ranks import Group
@@ -74,6 +74,8 @@ print("trained")
 def record_of(seen: ScriptFacts, fast: Config) -> Record:
     """Returns a verified record, as `advisor tune -- python train.py` would store it."""
     default = space_of(seen).default
+    if "compile" in fast:
+        default = default.replace(compile="none")
     key = Key(
         environment=detect("cpu"),
         model=seen.model,
@@ -99,12 +101,13 @@ def record_of(seen: ScriptFacts, fast: Config) -> Record:
     )
 
 
-def compiled_record(seen: ScriptFacts) -> Record:
-    """Returns a record that advises compile."""
-    made = record_of(seen, Config(compile="default"))
-    base = choice(made.baseline.config.replace(compile="none"))
-    fast = made.winner("loop")
-    return replace(made, baseline=base, winners=winners(base, fast, pilot=fast))
+def facts_of(train: Callable[[], object]) -> ScriptFacts:
+    """Returns the facts that a pilot sees while `train` trains."""
+    guide, pilot = Looks(), ActivePilot()
+    pilot.attach(guide)
+    train()
+    pilot.release()
+    return guide.seen
 
 
 @pytest.fixture(autouse=True)
@@ -118,11 +121,7 @@ def released() -> Iterator[None]:
 @pytest.fixture
 def seen() -> ScriptFacts:
     """Returns the facts that a pilot sees of a script that trains Net."""
-    guide, pilot = Looks(), ActivePilot()
-    pilot.attach(guide)
-    trained(Net())
-    pilot.release()
-    return guide.seen
+    return facts_of(lambda: trained(Net()))
 
 
 @pytest.fixture
@@ -153,7 +152,7 @@ def test_apply_puts_the_record_of_the_run_in_force_until_release() -> None:
 def test_damaged_artifacts_are_refused_and_compiled_anew(
     seen: ScriptFacts, caplog: pytest.LogCaptureFixture
 ) -> None:
-    made = compiled_record(seen)
+    made = record_of(seen, Config(compile="default"))
     records = open_records(None)
     store = records.put(made)
     purpose = Purpose.of(made, made.winner("pilot").config, detect("cpu"), tools())
@@ -200,17 +199,14 @@ def test_all_ranks_skip_a_config_that_failed_on_one_of_them(
 def test_epochs_after_the_first_compile_nothing(backend: Backend) -> None:
     """Each epoch has a short last batch and an evaluation."""
 
-    def start_training(pilot: ActivePilot, guide: Guide) -> tuple[gated.Net, torch.optim.Optimizer]:
-        pilot.attach(guide)
+    def start_training() -> tuple[gated.Net, torch.optim.Optimizer]:
         net = gated.Net()
         return net, torch.optim.SGD(net.parameters(), lr=0.1)
 
-    guide, pilot = Looks(), ActivePilot()
-    gated.epoch(*start_training(pilot, guide), EPOCH)
-    pilot.release()
-    open_records(None).put(compiled_record(guide.seen))
-    settings = {"command": ["python", "train.py"], "tune_s": 0, "options": None}
-    net, optimizer = start_training(pilot, LazyGuide(settings))
+    seen, pilot = facts_of(lambda: gated.epoch(*start_training(), EPOCH)), ActivePilot()
+    open_records(None).put(record_of(seen, Config(compile="default")))
+    pilot.attach(LazyGuide({"command": ["python", "train.py"], "tune_s": 0, "options": None}))
+    net, optimizer = start_training()
     gated.epoch(net, optimizer, EPOCH)
     first = graphs_compiled()
     assert backend.made == [FULL]

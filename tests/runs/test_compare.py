@@ -39,25 +39,29 @@ from tests.runs.forked import left_behind
 
 Time = Callable[[float], float]  # the seconds of a step at a time
 STEADY: Time = lambda _now: 0.01  # noqa: E731
+NOW = [0.0]  # seconds, made up
 
 
 class Trains(MadeUpSession):
-    """A command that trains on the given clock, until the step `ends_at`."""
+    """A command that trains until the step `ends_at`, and then ends with the exit code `code`."""
 
-    loss: Callable[[int], float] = staticmethod(lambda _step: 1.0)
-    code = 0  # with which it ends
-
-    def __init__(self, now: list[float], step_s: Time = STEADY, ends_at: float = 1e9) -> None:
+    def __init__(
+        self,
+        step_s: Time = STEADY,
+        ends_at: float = 1e9,
+        code: int = 0,
+        loss: Callable[[int], float] = lambda _step: 1.0,
+    ) -> None:
         super().__init__(SCRIPT)
-        self.now, self.time, self.ends_at = now, step_s, ends_at
+        self.time, self.ends_at, self.code, self.loss = step_s, ends_at, code, loss
 
     def block(self, request: BlockRequest, until: float) -> Block:
         first, steps = self.made, request.steps
         self.made += request.warm + steps
         if self.made > self.ends_at:
             raise RunEnded("crashed", f"the command ended with exit code {self.code}", self.code)
-        seconds = steps * self.time(self.now[0])
-        self.now[0] += seconds * (1 + request.warm / steps)
+        seconds = steps * self.time(NOW[0])
+        NOW[0] += seconds * (1 + request.warm / steps)
         losses = tuple(map(self.loss, range(first, self.made)))
         return Block(steps=steps, samples=4 * steps, seconds=seconds, losses=losses)
 
@@ -66,47 +70,43 @@ def noisy(rng: random.Random, slower: float = 1, noise: float = 0.005, drift: fl
     return lambda now: 0.01 * slower * math.exp(rng.gauss(0, noise) + drift * now)
 
 
-def in_turn(first: Time, second: Time) -> InTurn:
-    now, turns = [0.0], InTurn()
-    clock = Clock(60.0, now=lambda: now[0])
-    turns.measure((Trains(now, first), Trains(now, second)), clock)
-    assert clock.spent_s <= 62
+def in_turn(first: Trains, second: Trains, turns: InTurn | None = None, s: float = 60) -> InTurn:
+    """Measures both for `s` seconds, in addition to earlier turns."""
+    NOW[0], turns = 0.0, turns or InTurn()
+    clock = Clock(s, now=lambda: NOW[0])
+    turns.measure((first, second), clock)
+    assert clock.spent_s <= s + 2
     return turns
 
 
 def test_the_verdict_is_about_the_second_command_and_drift_does_not_count() -> None:
     rng = random.Random(0)
     for slower, expected in ((1.0, SAME), (1.05, SLOWER), (1 / 1.05, FASTER)):
-        pairs = [(noisy(rng, drift=0.01), noisy(rng, slower, drift=0.01)) for _ in range(20)]
-        verdicts = [in_turn(*pair).verdict for pair in pairs]
+        times = noisy(rng, drift=0.01), noisy(rng, slower, drift=0.01)
+        verdicts = [in_turn(*map(Trains, times)).verdict for _ in range(20)]
         assert verdicts.count(expected) >= 19
         assert set(verdicts) <= {expected, COULD_NOT_TELL}
 
 
 def test_much_noise_gives_no_verdict_on_equal_commands() -> None:
     rng = random.Random(1)
-    found = [in_turn(noisy(rng, noise=0.1), noisy(rng, noise=0.1)) for _ in range(40)]
+    found = [in_turn(*(Trains(noisy(rng, noise=0.1)) for _ in "AB")) for _ in range(40)]
     assert sum(one.verdict != COULD_NOT_TELL for one in found) <= 2
 
 
 def test_a_small_difference_counts_once_a_second_start_confirms_it() -> None:
-    rng, now = random.Random(2), [0.0]
-    turns = in_turn(noisy(rng, noise=0.001), noisy(rng, 1.02, noise=0.001))
+    rng = random.Random(2)
+    first, second = Trains(noisy(rng, noise=0.001)), Trains(noisy(rng, 1.02, noise=0.001))
+    turns = in_turn(first, second)
     assert (turns.verdict, turns.unconfirmed) == (COULD_NOT_TELL, True)
-    sides = (Trains(now, noisy(rng, 1.0, 0.001)), Trains(now, noisy(rng, 1.02, 0.001)))
-    again = deepcopy(turns)
-    again.measure((sides[1], sides[0]), Clock(20, now=lambda: now[0]))
+    again = in_turn(second, first, deepcopy(turns), s=20)
     assert (again.verdict, again.unconfirmed) == (COULD_NOT_TELL, False)
-    turns.measure(sides, Clock(20, now=lambda: now[0]))
+    in_turn(first, second, turns, s=20)
     assert (turns.verdict, turns.unconfirmed) == (SLOWER, False)
 
 
-def losses_of(first: Callable[[int], float], second: Callable[[int], float]) -> Any:
-    now, turns = [0.0], InTurn()
-    sides = (Trains(now), Trains(now))
-    sides[0].loss, sides[1].loss = first, second
-    turns.measure(sides, Clock(20.0, now=lambda: now[0]))
-    return turns.losses()
+def losses_of(*losses: Callable[[int], float]) -> Any:
+    return in_turn(*(Trains(loss=one) for one in losses), s=20).losses()
 
 
 def test_losses_differ_only_beyond_their_noise() -> None:
@@ -151,7 +151,6 @@ def made_up(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     assert sessions == []
 
 
-NOW = [0.0]
 BOTH = (Side(name="A", command=("python", "a|b.py")), Side(name="B", command=("python", "b.py")))
 
 
@@ -163,34 +162,37 @@ def compare(folder: Path, heard: Heard | None = None) -> CommandsCompared:
 def test_a_short_command_starts_again(tmp_path: Path, made_up: list[Any]) -> None:
     rng, heard = random.Random(5), Heard()
     for _ in range(STARTS):  # the second start begins with B
-        made_up += [Trains(NOW, noisy(rng, noise=0.2), ends_at=400) for _ in range(2)]
+        made_up += [Trains(noisy(rng, noise=0.2), ends_at=400) for _ in range(2)]
     found = compare(tmp_path, heard)
     assert found.turns.verdict == COULD_NOT_TELL
     assert found.reason == "the command ended with exit code 0; have it train longer"
     assert [one[0] for one in heard.phases if "starts" in one] == ["A", "B", "B", "A", "A", "B"]
-    made_up += [Trains(NOW, ends_at=1), Trains(NOW)] * STARTS
+    made_up += [Trains(ends_at=1), Trains()] * STARTS
     with pytest.raises(WorkerError, match="exit code 0; have it train longer"):
         compare(tmp_path)
 
 
 def test_failures_name_the_command(tmp_path: Path, made_up: list[Any]) -> None:
-    made_up += [Trains(NOW, ends_at=90), Trains(NOW)]
-    made_up[0].code = 1
-    with pytest.raises(TargetFailed, match="A: the command ended with exit code 1"):
-        compare(tmp_path)
-    made_up += [RunEnded("failed", "no steps")]
-    with pytest.raises(TargetFailed, match="A: no steps"):
-        compare(tmp_path)
-    made_up += [Trains(NOW), RunEnded("out_of_memory", "CUDA out of memory")]
-    with pytest.raises(TargetFailed, match="B: both must fit into the memory at once"):
-        compare(tmp_path)
-    made_up += [Trains(NOW), MadeUpSession(replace(SCRIPT, shape=(2, 8)))]
-    with pytest.raises(UsageError, match="train different things, batches of 4x8 and of 2x8"):
-        compare(tmp_path)
+    full = RunEnded("out_of_memory", "CUDA out of memory")
+    other = MadeUpSession(replace(SCRIPT, shape=(2, 8)))
+    for kind, said, *sides in (
+        (
+            TargetFailed,
+            "A: the command ended with exit code 1",
+            Trains(ends_at=90, code=1),
+            Trains(),
+        ),
+        (TargetFailed, "A: no steps", RunEnded("failed", "no steps")),
+        (TargetFailed, "B: both must fit into the memory at once", Trains(), full),
+        (UsageError, "train different things, batches of 4x8 and of 2x8", Trains(), other),
+    ):
+        made_up += sides
+        with pytest.raises(kind, match=said):
+            compare(tmp_path)
 
 
 def test_result_as_markdown_and_as_data(tmp_path: Path, made_up: list[Any]) -> None:
-    made_up += [Trains(NOW), Trains(NOW, lambda _now: 0.02)]
+    made_up += [Trains(), Trains(lambda _now: 0.02)]
     found = compare(tmp_path)
     text = compared.markdown(found, "too slow")
     assert "- B is slower than A: 0.500x as fast (0.500-0.500, 95%), 5 turns\n- too slow" in text
@@ -222,11 +224,10 @@ def test_losses_are_read_without_scale_and_summed_over_a_step() -> None:
 
 SOURCE = """
 import torch
-from torch import nn
 from net import Net
 data = torch.load("data/data.pt")
 torch.manual_seed(0)
-model = Net()
+model = Net(8, 8)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 while True:
     optimizer.zero_grad()
@@ -236,8 +237,7 @@ while True:
 NET = """
 from torch import nn
 class Net(nn.Linear):
-    def __init__(self):
-        super().__init__(8, 8)
+    pass
 """
 
 

@@ -21,13 +21,11 @@ from advisor.cache.config import Config
 from advisor.cache.record import Record
 from advisor.frameworks.patching import ScriptPatch
 from advisor.open_store import open_records
-from advisor.tuners.act.pilot.pilot import ActivePilot
 from advisor.tuners.act.process_flags import PROCESS_FLAGS
 from advisor.tuners.knobs import TORCH
 from tests.cache import examples
 from tests.face.commands import advisor
-from tests.runs.forked import Looks
-from tests.runs.test_apply import record_of
+from tests.runs.test_apply import facts_of, record_of
 
 SCRIPT = """
 import torch
@@ -114,16 +112,9 @@ def patched(source: str, config: dict[str, Any], **of_task: Any) -> tuple[str, l
 def test_the_patched_script_trains_as_advisor_run(config: dict[str, Any]) -> None:
     """All losses are equal in every bit, and evaluation stays in float32."""
     Path("train.py").write_text(SCRIPT)
-    guide, pilot = Looks(), ActivePilot()
-    pilot.attach(guide)
-    plain = runpy.run_path("train.py")
-    pilot.release()
-    record = record_of(guide.seen, Config(config))
-    if "compile" in config:
-        own, won = record.baseline, record.winner("pilot")
-        own = examples.choice(own.config.replace(compile="none"))
-        record = replace(record, baseline=own, winners=examples.winners(own, won, pilot=won))
-    open_records(None).put(record)
+    plain = dict[str, Any]()
+    seen = facts_of(lambda: plain.update(runpy.run_path("train.py")))
+    open_records(None).put(record := record_of(seen, Config(config)))
     advice = api.apply()
     advised = runpy.run_path("train.py")
     assert advice.status == "exact"

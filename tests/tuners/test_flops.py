@@ -16,11 +16,10 @@ from advisor.tuners.act import hooks
 from advisor.tuners.act.pilot import flops
 from advisor.tuners.act.pilot.loop_observer import RngState, TrainedModel
 from advisor.tuners.act.pilot.pilot import Pilot
-from advisor.tuners.act.pilot.protocol import BlockRequest, BlockResult
-from advisor.tuners.act.pilot.script_facts import ScriptFacts
+from advisor.tuners.act.pilot.protocol import BlockRequest
 from advisor.tuners.act.pilot.switch import ModelCall
 from tests.builders import Net, trained
-from tests.runs.forked import Looks
+from tests.runs.forked import ScriptedGuide
 from tests.tuners.test_pilot import OWN
 
 N = 2.0 * 32 * 64 * 64  # FLOPs of a product of 32x64 and 64x64
@@ -107,20 +106,11 @@ def test_counting_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not any(weight._backward_hooks for weight in net.parameters())
 
 
-class Counts(Looks):
-    def __init__(self) -> None:
-        self.results: list[BlockResult] = []
-
-    def begin(self, seen: ScriptFacts) -> BlockRequest:
-        return BlockRequest(config=OWN, own=OWN, steps=1, warm=1)
-
-    def next(self, result: BlockResult) -> BlockRequest:
-        self.results.append(result)
-        return BlockRequest(config=OWN, own=OWN, steps=int(len(self.results) < 2), warm=0)
-
-
 def test_a_pilot_counts_one_step_for_one_sample() -> None:
-    backward, pilot = torch.autograd.backward, Pilot(guide := Counts())
+    sizes = ((1, 1), (1, 0), (0, 0))
+    asked = (BlockRequest(config=OWN, own=OWN, steps=steps, warm=warm) for steps, warm in sizes)
+    guide = ScriptedGuide(lambda _space: asked)
+    backward, pilot = torch.autograd.backward, Pilot(guide)
     trained(Net(), 12)
     pilot.release()
     first, second = guide.results
