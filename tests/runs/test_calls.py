@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import groupby
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -336,9 +337,7 @@ def test_careful_comparison_does_not_rerun_hooks_of_the_script() -> None:
 def test_out_of_memory_while_recording_cancels_only_the_comparison(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def full(_tensor: Tensor) -> Tensor:
-        raise torch.OutOfMemoryError("full")
-
+    full = mock.Mock(side_effect=torch.OutOfMemoryError("full"))
     guide = ComparingGuide(HALF)
     monkeypatch.setattr("advisor.tuners.measure.run.recorded_steps._fresh", full)
     train_both(Net, guide)
