@@ -36,6 +36,16 @@ class Net(nn.Module):
     def forward(self, x):
         return self.head(self.conv(x).mean((2, 3)))
 """
+LINEAR = """
+import torch
+model = torch.nn.Linear(8, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range({steps}):
+    optimizer.zero_grad()
+    loss = model(torch.randn(32, 8)).square().mean()
+    loss.backward()
+    optimizer.step()
+"""
 PACE = """
 import time
 

@@ -21,22 +21,21 @@ from advisor.cli import cli, options
 from advisor.report.document import advice_of
 from advisor.tuners.measure.worker import wire
 from tests.cache import examples
-from tests.face.commands import COMMAND, PACE, SHAPE, TOO_BUSY, advisor, check_document, env_of
+from tests.face.commands import (
+    COMMAND,
+    LINEAR,
+    PACE,
+    SHAPE,
+    TOO_BUSY,
+    advisor,
+    check_document,
+    env_of,
+)
 from tests.face.test_cli import FEW, TUNE
 from tests.face.unmeasured import fake_worker
 
 PAGE = (Path(__file__).parents[2] / "docs" / "agents.md").read_text()
-TRAINS = f"""{PACE}
-import torch
-model = torch.nn.Linear(8, 4)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for _ in range(1200):
-    optimizer.zero_grad()
-    model(torch.ones(4, 8)).square().mean().backward()
-    optimizer.step()
-    keep_pace(model, 0.005)
-print("trained")
-"""
+TRAINS = PACE + LINEAR.format(steps=1200) + '    keep_pace(model, 0.005)\nprint("trained")\n'
 
 
 @pytest.mark.e2e

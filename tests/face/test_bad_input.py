@@ -127,6 +127,8 @@ COMMANDS = [
     ("check --budget 1s -- python x.py", "budget 1s: expected from 3s"),
     ("check -- no-such-program", "'no-such-program': no such program"),
     ("check python x.py", "put -- before your command, as in: advisor check -- python"),
+    ("explain", "give a record's KEY, your comm"),
+    ("explain --map batch=--b -- x", "--map needs the KEY"),
     ("export missing/a.pack", "'missing/a.pack': cannot be written: No such file"),
     ("report key --html missing/a.html", "'missing/a.html': cannot be written"),
     ("verify key train.py", "as in: advisor verify KEY -- python train.py"),

@@ -135,7 +135,6 @@ def test_figures_reach_an_open_run_and_no_other(
     free = threading.Event()
     hangs, later = opened(lambda *_given, **_how: free.wait())
     fails, never = opened(lambda *_given, **_how: 1 / 0)
-    monkeypatch.setattr(tracking, "TRACKER_WAIT_S", 60.0)
     for module in (wandb, fails, SimpleNamespace(run=None), SimpleNamespace(), None, hangs):
         monkeypatch.setattr(tracking, "TRACKER_WAIT_S", 0.01 if module is hangs else 60.0)
         monkeypatch.setitem(sys.modules, "wandb", module)

@@ -48,25 +48,20 @@ from advisor.tuners.tf32 import describe
 from tests import forks
 from tests.builders import Net, trained
 from tests.cache.examples import choice, record, trial, winners
+from tests.face.commands import LINEAR
 from tests.runs.forked import Looks, left_behind, space_of
 from tests.tuners import test_gate as gated
 from tests.tuners.test_gate import EPOCH, FULL, SHORT, Backend, backend
 
 __all__ = ["backend"]  # a fixture
-SCRIPT = """
+SCRIPT = f"""
 import sys
 
 import advisor
 
 advice = advisor.apply(strict="strict" in sys.argv)
 
-import torch
-
-net = torch.nn.Linear(8, 4)
-optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-for _ in range(8):
-    net(torch.randn(4, 8)).square().mean().backward()
-    optimizer.step()
+{LINEAR.format(steps=8)}
 print("trained")
 """
 

@@ -23,7 +23,7 @@ from advisor.tuners.act.process_flags import PROCESS_FLAGS
 from advisor.tuners.decisions import POINTS
 from advisor.tuners.measure.run.recorded_steps import RecordedSteps
 from advisor.tuners.measure.run.run import comparison
-from tests.face.commands import advisor
+from tests.face.commands import LINEAR, advisor
 from tests.runs.forked import COMPARE_LIMIT_S, TOLERANCE, Scaled, ScriptedGuide, left_behind
 
 HALF, FP16 = torch.bfloat16, torch.float16
@@ -242,24 +242,11 @@ def test_planted_fault_is_found_with_its_parameter_or_figure(
     assert len(found) == 1 and message in found[0], found
 
 
-SCRIPT = """
-import torch
-from torch import nn
-
-net = nn.Linear(8, 4)
-optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-for _ in range(10**7):
-    with torch.autocast("cpu", torch.bfloat16):
-        loss = net(torch.randn(32, 8)).square(){fix}.mean()
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-"""
-
-
 @pytest.mark.parametrize(("fix", "code"), [("", 1), (".float()", 0)])
 def test_command_tells_faults_by_its_exit_code(tmp_path: Path, fix: str, code: int) -> None:
-    (tmp_path / "script.py").write_text(SCRIPT.replace("{fix}", fix))
+    source = LINEAR.format(steps=10**7).replace(").square()", f").square(){fix}")
+    autocast = 'with torch.autocast("cpu", torch.bfloat16): loss ='
+    (tmp_path / "script.py").write_text(source.replace("loss =", autocast))
     done = advisor(tmp_path, "check", "--budget", "30s", "--json", "--", "python", "script.py")
     assert done.returncode == code, done.stderr
     found = json.loads(done.stdout)

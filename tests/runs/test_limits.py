@@ -121,10 +121,3 @@ def test_command_names_the_line(tmp_path: Path) -> None:
     first = document["limits"][0]
     assert (first["what"], first["file"], first["line"]) == ("loading", "train.py", 5)
     assert first["seconds"] > 0.01 and first["gain"] > 1.02 and document["ended"] == ""
-
-
-def test_wrong_usage_is_one_line(tmp_path: Path) -> None:
-    wrong = {"": "give a record's KEY, your comm", "--map batch=--b -- x": "--map needs the KEY"}
-    for words, message in wrong.items():
-        done = advisor(tmp_path, "explain", *words.split())
-        assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1
