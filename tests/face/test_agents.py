@@ -21,16 +21,7 @@ from advisor.cli import cli, options
 from advisor.report.document import advice_of
 from advisor.tuners.measure.worker import wire
 from tests.cache import examples
-from tests.face.commands import (
-    COMMAND,
-    LINEAR,
-    PACE,
-    SHAPE,
-    TOO_BUSY,
-    advisor,
-    check_document,
-    env_of,
-)
+from tests.face.commands import COMMAND, LINEAR, PACE, TOO_BUSY, advisor, check_document, env_of
 from tests.face.test_cli import FEW, TUNE
 from tests.face.unmeasured import fake_worker
 
@@ -91,7 +82,7 @@ def test_the_schema_has_every_command_and_every_field(tmp_path: Path) -> None:
 def test_other_commands_print_what_the_schema_says(here: Path, searched: list[task.Task]) -> None:
     """`advisor` of the tests checks each document."""
     id = json.loads(advisor(here, *TUNE, "--json").stdout)["record"]["id"]
-    lookup = f"why model.py --shape {SHAPE} --device cpu"
+    lookup = " ".join(("why", *TUNE[1:6]))
     commands = (
         "emit hf ID, report ID --html x, report ID --html -, gc, export a.pack, import a.pack"
     )
