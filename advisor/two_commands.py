@@ -80,7 +80,7 @@ def compare_commands(
             again = turns.unconfirmed or (ended and turns.verdict == COULD_NOT_TELL)
             if not again or left_s < MIN_BUDGET_S or start == STARTS - 1:
                 break
-            why = ended or "a small difference, which may be that of two starts"
+            why = ended or "a difference, which may be that of two starts"
             progress.notice(f"{why}; both start once more")
     if not turns.blocks[0]:
         why = "not one turn of both fitted into the budget; give a larger --budget"
