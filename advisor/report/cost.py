@@ -18,6 +18,8 @@ def sections(record: Record, price: float | None = None) -> Iterator[Section]:
         return
     cost = Cost.of(record)
     samples, price = cost.epoch or _MILLION, cost.price if price is None else price
+    if not price and record.key.environment.device.kind == "cpu":
+        return  # no peak and no energy counter are known
     per = "epoch" if cost.epoch else f"{samples:,} samples"
     numbers = ("TFLOPS", "MFU", "J/sample", *[f"money/{per}"] * bool(price))
     table = Table("FLOPs, energy and money", ("", *numbers), right=numbers, whole=("",))
