@@ -283,7 +283,11 @@ class Places(ScriptNames):
     def trained(self) -> set[Variable]:
         """The models whose parameters the script reads, as for an optimizer; none if one of them is
         unknown. `modules` if it reads none."""
-        found = [self.variables(by) for _call, by in self.methods("parameters", "named_parameters")]
+        found = []
+        for _call, by in self.methods("parameters", "named_parameters"):
+            while isinstance(by, ast.Attribute) and not self.variables(by):
+                by = by.value  # of a part of the model
+            found.append(self.variables(by))
         return set().union(*found) if all(found) and found else set() if found else self.modules()
 
     def _loops(self) -> list[list[ast.AST]]:

@@ -265,6 +265,20 @@ def test_an_edit_without_one_place_is_left(old: str, new: str, left: str) -> Non
     assert [bool(left)] * bool(left) == [bool(re.match(left, one)) for one in found], found
 
 
+@pytest.mark.parametrize(
+    ("reads", "place"),
+    [("net.fc.parameters()", "net"), ("student.parameters()", ""), ("nets[0].parameters()", "")],
+)
+def test_only_the_model_that_the_optimizer_gets_is_edited(reads: str, place: str) -> None:
+    source = (
+        "import torch\n\nnet.train()\nstudent.train()\n"
+        f"optimizer = torch.optim.SGD({reads}, lr=0.1)\n"
+        "for x in batches:\n    loss = loss_of(student, net(x))\n    loss.backward()\n"
+    )
+    text, left = patched(source, {"precision": "bf16"})
+    assert ("advised_call(net, x)" in text, not left) == (bool(place), bool(place))
+
+
 def test_what_no_edit_expresses_is_left() -> None:
     config = {"compile": "blocks", "checkpoint_blocks": 2, "prefetch_factor": 2}
     text, left = patched(SCRIPT, config)
