@@ -220,6 +220,7 @@ LAYER = "the gradient of second.weight is "
         ),
         ({"optimizer": SkipsDecay}, ", which skips its weight decay, is "),
         ({"autocast": FP16}, "fp16 without a GradScaler: 0"),
+        ({"closure": True, "scaled": True}, "an optimizer steps with gradients of a loss that "),
         ({"autocast": HALF, "half_loss": True}, "the loss is computed in bfloat16, which rounds"),
         ({"autocast": FP16, "half_loss": True, "scaled": True}, "the loss is computed in bfloat16"),
         (
@@ -235,9 +236,7 @@ LAYER = "the gradient of second.weight is "
     ],
     ids=named,
 )
-def test_planted_fault_is_found_with_its_parameter_or_figure(
-    how: dict[str, Any], message: str
-) -> None:
+def test_planted_fault_is_found_and_named(how: dict[str, Any], message: str) -> None:
     found = check(**how)
     assert len(found) == 1 and message in found[0], found
 
