@@ -114,11 +114,10 @@ def limits_of(command: Sequence[str], plan: Plan, cache: Cache, progress: Progre
     budget is over, before they are observed."""
     with _started(command, plan, cache, progress) as opened:
         run, clock = cast(Run, opened.runner), Clock(plan.seconds)
-        larger = f"give a larger --budget, such as {2 * clock.budget_s:g}s"
         try:
             step_s = Visitor(run, run.baseline, clock, lambda _config: None).begin().step_s
         except ConfigFailed as exc:
-            raise WorkerError(f"its steps were not timed: {exc}; {larger}") from exc
+            raise WorkerError(f"its steps were not timed: {exc}; {clock.larger}") from exc
         began, found, ended, until = clock.now(), tuple[Limit, ...](), "", 0.0
         while clock.left_s > 0:
             steps = max(1, round(min(SLOW_TURN_S, clock.left_s) / step_s))
@@ -129,7 +128,7 @@ def limits_of(command: Sequence[str], plan: Plan, cache: Cache, progress: Progre
                 break
         if not until:
             why = f"its steps were not observed: {ended or 'the budget was over'}"
-            raise WorkerError(f"{why}; have it train for longer, or {larger}")
+            raise WorkerError(f"{why}; have it train for longer, or {clock.larger}")
         ordered = tuple(sorted(found, key=lambda one: -one.gain))
         seconds = until - began
         return Limits(found=ordered, steps_per_s=1 / step_s, seconds=seconds, ended=ended)
@@ -176,8 +175,7 @@ def _checked(opened: OpenWorkload, clock: Clock) -> Checked:
         while run.watches and clock.left_s > 0:  # for the end of an epoch
             visitor.block(own, SLOW_TURN_S)
     except (ConfigFailed, WorkerError) as exc:  # of the baseline: its time is over, or its training
-        larger = f"give a larger --budget, such as {2 * clock.budget_s:g}s"
-        untimed = str(exc) if isinstance(exc, WorkerError) else larger
+        untimed = str(exc) if isinstance(exc, WorkerError) else clock.larger
         if not compared:
             why = f"the script is neither compared ({found.reason}) nor timed: {untimed}"
             raise WorkerError(why) from exc

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import functools
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,11 +37,16 @@ class Cost:
         return from_plain(cls, dict(record.cost))
 
 
+@functools.cache
+def _peaks() -> list[dict[str, str]]:
+    with PEAKS.open(newline="") as file:
+        return [*csv.DictReader(file)]
+
+
 def peak_of(device: Device) -> dict[str, str]:
     """The row of PEAKS; empty for an unknown device, and for a slice of one (MIG)."""
-    with PEAKS.open(newline="") as file:
-        rows = (row for row in csv.DictReader(file) if re.fullmatch(row["name"], device.name))
-        return {} if device.mig else next(rows, {})
+    rows = (row for row in _peaks() if re.fullmatch(row["name"], device.name))
+    return {} if device.mig else next(rows, {})
 
 
 def mfu(record: Record, config: Config, samples_per_s: float) -> float:

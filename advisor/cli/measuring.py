@@ -413,10 +413,8 @@ def _limits(command: tuple[str, ...], given: Mapping[str, Any]) -> Parts:
     for name in ("target", "data", "data_args", "map"):
         if given[name]:
             raise UsageError(f"--{name.replace('_args', '-arg')} needs the KEY of a record")
-    plan, on_event = (
-        Plan.of({"budget": given["budget"]}),
-        _again(command, Model(), given)["on_event"],
-    )
+    plan = Plan.of({"budget": given["budget"]})
+    on_event = _again(command, Model(), given)["on_event"]
     from advisor.checking import limits_of
 
     found = limits_of(command, plan, given["cache"], progress_of(on_event))

@@ -14,7 +14,7 @@ from advisor.cache.config import BATCH, Config
 from advisor.cache.key import Environment
 from advisor.cache.record import Record
 from advisor.cache.task import Task
-from advisor.tuners.act.pilot.script_facts import micro_batches
+from advisor.tuners.act.pilot.parts import micro_batches
 from advisor.tuners.knobs import TORCH
 
 
@@ -64,7 +64,7 @@ class Setup:
     def accumulation(self) -> tuple[int, int] | None:
         """Returns (samples in one call of the model in one process, 0 if unknown; calls in each
         process per batch of the user); None if no number of calls makes up that batch."""
-        size, micro = self.config.batch or self.batch, micro_batches(self.task)
+        size, micro = self.config.batch or self.batch, micro_batches(self.task.others)
         parts, rest = divmod(self.batch, size) if size < self.batch else (1, 0)
         if rest:
             return None

@@ -28,7 +28,7 @@ from advisor.errors import NoRecord, UsageError, reason
 from advisor.frameworks import tables
 from advisor.frameworks.framework import DATALOADER, Setup
 from advisor.frameworks.text import keywords, template
-from advisor.tuners.act.pilot.script_facts import micro_batches
+from advisor.tuners.act.pilot.parts import micro_batches
 from advisor.tuners.decisions import LARGE_BYTES
 from advisor.tuners.knobs import GRAPHED_MODES, TORCH, described
 from advisor.tuners.script_names import ScopeNode, ScriptNames, Variable, parameters
@@ -125,7 +125,7 @@ class ScriptPatch:
     def _block(self, setup: Setup, flags: list[str], *, called: bool) -> list[str]:
         """The lines for the top of the script; `called`: with the function that calls the model."""
         settings = {"autocast": "", "compile": {}, "dynamic": False} | setup.settings
-        again = micro_batches(setup.task) > 1 or "set_to_none=False" in self._text
+        again = micro_batches(setup.task.others) > 1 or "set_to_none=False" in self._text
         given = {"graphed": GRAPHED_MODES, "large": LARGE_BYTES, "accumulates": again}
         given |= {"setup": setup, "what": self.what, "flags": flags, "called": called}
         block = template("patch.txt").render(s=settings, **given)
@@ -288,7 +288,9 @@ class Places(ScriptNames):
             while isinstance(by, ast.Attribute) and not self.variables(by):
                 by = by.value  # of a part of the model
             found.append(self.variables(by))
-        return set().union(*found) if all(found) and found else set() if found else self.modules()
+        if not found:
+            return self.modules()
+        return set().union(*found) if all(found) else set()
 
     def _loops(self) -> list[list[ast.AST]]:
         """The loops and scopes around each call of `backward`, from the inside out."""

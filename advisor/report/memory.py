@@ -12,7 +12,7 @@ from advisor.cache.task import OFFLOADED
 from advisor.errors import printable
 from advisor.report.data import Bars, Section, Table
 from advisor.report.text import WRONG, outcome, rate, ratios
-from advisor.tuners.act.pilot.parts import PARTS, size_of, unmodified_bytes
+from advisor.tuners.act.pilot.parts import PARTS, micro_batches, size_of, unmodified_bytes
 from advisor.tuners.decisions import GAIN
 from advisor.tuners.knobs import CHECKPOINT, OFFLOAD, SAVING, TORCH, described
 
@@ -95,14 +95,12 @@ def batches(record: Record) -> list[dict[str, Any]]:
     tried = {one.config.batch: one for one in record.trials if one.stage == "batch"}
     if not tried:
         return []
-    from advisor.tuners.act.pilot.script_facts import micro_batches  # and torch: it takes seconds
-
     rates = {batch: one.measurement.samples_per_s for batch, one in tried.items()}
     near = [batch for batch, rate in rates.items() if GAIN * rate >= max(rates.values())]
     fastest = record.batch if record.batch in near else min(near)
     return [
         {
-            "batch": (own := max(1, batch // micro_batches(record.key.task))),
+            "batch": (own := max(1, batch // micro_batches(record.key.task.others))),
             "peak_bytes": one.measurement.peak_bytes,
             "samples_per_s": rates[batch],
             "accumulation": None if record.batch % own else record.batch // own,

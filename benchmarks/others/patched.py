@@ -19,7 +19,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+from run_others import harness_parser, report
+
 SCRIPTS = ["ex-siamese", "ex-vit", "tv-resnet50", "tv-segment", "nanogpt-char-eager", "hf-clm"]
 ADVISOR = [sys.executable, "-m", "advisor"]
 
@@ -33,26 +34,16 @@ def main() -> None:
             line = {"script": name, "runs": args.runs, **compare(bench, name, args)}
         except RuntimeError as exc:
             line = {"script": name, "failed": str(exc)}
-        with args.results.open("a") as file:
-            file.write(json.dumps(line) + "\n")
-        print(json.dumps(line), flush=True)
+        report(args, line)
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness_parser(__doc__)
     parser.add_argument("scripts", nargs="*", default=SCRIPTS, metavar="SCRIPT")
-    parser.add_argument("--harness", type=Path, required=True, help="folder with bench.py")
-    parser.add_argument("--advisor", type=Path, default=ROOT, help="the project to test")
     parser.add_argument("--budget", default="90s", help="of each tuning")
-    parser.add_argument("--tune-option", action="append", default=[])
     parser.add_argument("--runs", type=int, default=3, help="starts of each version")
-    parser.add_argument("--seconds", type=float, default=25.0, help="seconds to measure per start")
-    parser.add_argument("--gpu", default="0")
     parser.add_argument("--data", type=Path, default=Path("others-data"), help="for made-up data")
     parser.add_argument("--results", type=Path, default=Path("patched.jsonl"))
-    parser.add_argument("--small", action="store_true", help="tiny sizes on the CPU")
     parser.add_argument("--keep", action="store_true", help="use the record of an earlier tuning")
     return parser.parse_args()
 

@@ -52,24 +52,30 @@ def report(args: argparse.Namespace, line: dict[str, Any]) -> None:
     print(json.dumps(line), flush=True)
 
 
-def parse_args() -> argparse.Namespace:
+def harness_parser(description: str | None) -> argparse.ArgumentParser:
+    """A parser with the options of every benchmark that uses the harness."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("scripts", nargs="+", metavar="SCRIPT")
     parser.add_argument("--harness", type=Path, required=True, help="folder with bench.py")
     parser.add_argument("--advisor", type=Path, default=ROOT, help="the project to test")
+    parser.add_argument("--seconds", type=float, default=25.0, help="seconds to measure per start")
+    parser.add_argument("--gpu", default="0")
+    parser.add_argument("--tune-option", action="append", default=[])
+    parser.add_argument("--small", action="store_true", help="tiny sizes on the CPU")
+    return parser
+
+
+def parse_args() -> argparse.Namespace:
+    parser = harness_parser(__doc__)
+    parser.add_argument("scripts", nargs="+", metavar="SCRIPT")
     parser.add_argument("--commit", default="", help="commit of the project, for the results")
     parser.add_argument("--budget", type=float, default=90.0, help="seconds for each tuning")
     parser.add_argument("--runs", type=int, default=1, help="starts of each version")
-    parser.add_argument("--seconds", type=float, default=25.0, help="seconds to measure per start")
     parser.add_argument("--limit", type=float, default=570.0, help="seconds for everything")
-    parser.add_argument("--gpu", default="0")
     parser.add_argument("--data", type=Path, help="folder for the synthetic data")
     parser.add_argument("--results", type=Path, default=Path("others.jsonl"))
     parser.add_argument("--full", type=Path, default=Path("others-full"))
-    parser.add_argument("--tune-option", action="append", default=[])
-    parser.add_argument("--small", action="store_true", help="tiny sizes on the CPU")
     return parser.parse_args()
 
 

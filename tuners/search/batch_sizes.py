@@ -7,8 +7,8 @@ import statistics
 
 from advisor.cache.record import PILOT, Measurement, Trial
 from advisor.errors import TargetFailed, WorkerError
-from advisor.tuners.act.pilot.parts import size_of
-from advisor.tuners.act.pilot.script_facts import ScriptFacts, micro_batches
+from advisor.tuners.act.pilot.parts import micro_batches, size_of
+from advisor.tuners.act.pilot.script_facts import ScriptFacts
 from advisor.tuners.decisions import PAIRS, TURN_S
 from advisor.tuners.knobs import COMPILE
 from advisor.tuners.measure.run.run import Run
@@ -26,7 +26,7 @@ class BatchSizes:
 
     def __init__(self, run: Run, seen: ScriptFacts, clock: Clock) -> None:
         self._run, self._seen, self._clock = run, seen, clock
-        self._calls, self._batch = micro_batches(seen), run.baseline.batch
+        self._calls, self._batch = micro_batches(seen.others), run.baseline.batch
         self._own, self._largest = self._batch // self._calls, 0
         self._times: dict[int, list[float]] = {}  # seconds of a call and its backward, by size
         self._peaks: dict[int, int] = {}  # bytes of a step, without gradients of earlier calls

@@ -138,6 +138,11 @@ class Clock:
     def left_s(self) -> float:
         return max(0.0, self.budget_s - self._reserve_s - self.spent_s)
 
+    @property
+    def larger(self) -> str:
+        """What to do if the budget was too small."""
+        return f"give a larger --budget, such as {2 * self.budget_s:g}s"
+
     def release(self) -> None:
         """Let the reserve be spent."""
         self._reserve_s = 0.0

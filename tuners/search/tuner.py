@@ -152,8 +152,7 @@ class Tuner:
         try:
             visit = self._visitor.begin()
         except ConfigFailed as exc:
-            larger = f"give a larger --budget, such as {2 * self.clock.budget_s:g}s"
-            why = larger if exc.outcome == "timed_out" else exc
+            why = self.clock.larger if exc.outcome == "timed_out" else exc
             raise WorkerError(f"{self._scope.baseline} could not be measured: {why}") from exc
         self._finish_trial(asked, visit, "baseline")
         self._notice_short_budget()

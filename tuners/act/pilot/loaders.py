@@ -68,8 +68,7 @@ class Loaders:
         self._failed, self._override = failed, override
         self.waited_s = 0.0  # seconds waited for batches since `begin_block`
         self.taken = self._unfinished_before = 0  # batches from workers since `begin_block`
-        # Of an epoch, of the loader that feeds the steps; 0 if unknown.
-        self.batches = self.samples = 0
+        self.batches = self.samples = 0  # of an epoch of the feeding loader; 0 if unknown
         self.feeding: Callable[[], Any] = lambda: None  # the iterator of the last training batch
         self._batch_bytes = self._most = 0
         self._looking = True

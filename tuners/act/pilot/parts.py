@@ -1,9 +1,12 @@
-"""The names of the parts of a step's memory."""
+"""The parts of a step: the names of those of its memory, and its micro-batches."""
 
 from __future__ import annotations
 
+import re
+
 from advisor.cache.config import Config
 
+MICRO = "micro-batches"
 PARTS = {
     "weights": "weights",
     "gradients": "gradients",
@@ -29,3 +32,9 @@ def unmodified_bytes(memory: Config) -> int:
 def size_of(memory: Config, *parts: str) -> int:
     """Bytes of these parts of a breakdown together; an unknown part counts as 0."""
     return sum(one for name in parts if type(one := memory.get(name)) is int)
+
+
+def micro_batches(others: str) -> int:
+    """Calls of the model in a step of each process of a run, by `Task.others`; 1 for a workload."""
+    found = re.search(rf"(?:^|; )(\d{{1,9}}) {MICRO}(?:;|$)", others)
+    return max(1, int(found[1])) if found else 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +15,7 @@ from advisor.cache.task import DTYPES, Task
 from advisor.errors import printable
 from advisor.tuners import fingerprint, knobs
 from advisor.tuners.act.pilot.loop_observer import VARIES, Input, LoopObserver, TrainedModel
+from advisor.tuners.act.pilot.parts import MICRO
 from advisor.tuners.act.pilot.switch import replicates
 from advisor.tuners.act.ranks import Group
 from advisor.tuners.compiling import repeated
@@ -23,7 +23,6 @@ from advisor.tuners.knobs import LoaderFacts, ScriptSettings
 from advisor.tuners.offloading import OffloadedCall
 from advisor.tuners.recomputation import RecomputedCall, recomputed_calls
 
-MICRO = "micro-batches"
 CONVOLVES = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 REPLICATES = (
     "nn.DataParallel copies the model at every step, so only flags and the loader are tuned; the "
@@ -123,12 +122,6 @@ def _optimizer_name(optimizer: torch.optim.Optimizer) -> str:
     """'adamw' for torch.optim.AdamW, also within a wrapper such as Accelerate's."""
     inner = getattr(optimizer, "optimizer", optimizer)
     return type(inner).__name__.lower()[:32]
-
-
-def micro_batches(of: Task | ScriptFacts) -> int:
-    """Calls of the model in a step of each process of a run; 1 for a workload."""
-    found = re.search(rf"(?:^|; )(\d{{1,9}}) {MICRO}(?:;|$)", of.others)
-    return max(1, int(found[1])) if found else 1
 
 
 def _main_input(trained: TrainedModel) -> Input:

@@ -13,7 +13,7 @@ from advisor.cache.config import BATCH, Config, Value
 from advisor.cache.shown import size
 from advisor.errors import TargetFailed, UsageError, WorkerError
 from advisor.tuners import knobs
-from advisor.tuners.act.pilot.parts import FIXED, size_of
+from advisor.tuners.act.pilot.parts import FIXED, micro_batches, size_of
 from advisor.tuners.act.pilot.protocol import (
     LEAST_MEMORY,
     MAX_MEMORY,
@@ -23,7 +23,7 @@ from advisor.tuners.act.pilot.protocol import (
     CompareRequest,
     Limit,
 )
-from advisor.tuners.act.pilot.script_facts import ScriptFacts, micro_batches
+from advisor.tuners.act.pilot.script_facts import ScriptFacts
 from advisor.tuners.decisions import HEADROOM, START_S, STARTS
 from advisor.tuners.measure.run.mapped_options import MappedOptions
 from advisor.tuners.measure.run.session import (
@@ -132,9 +132,9 @@ class Run:
         needs, mend = "more", "give it a smaller batch, or a larger --memory"
         with suppress(RunEnded):
             seen = self._running(self.baseline, time.monotonic() + START_S).seen
-            memory, calls = seen.memory, micro_batches(seen)
+            memory, calls = seen.memory, micro_batches(seen.others)
             batch = seen.shape[0] // (seen.processes * calls)
-            fixed, peak = sum(int(memory[n] or 0) for n in FIXED), int(memory["peak"] or 0)
+            fixed, peak = size_of(memory, *FIXED), size_of(memory, "peak")
             held = f"weights, gradients and optimizer state take {size(fixed)}"
             needs = f"{size(peak)}, of which {held}"
             parts = (n for n in range(2, batch + 1) if batch % n == 0)
