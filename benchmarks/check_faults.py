@@ -136,7 +136,8 @@ def main(chosen: list[str]) -> int:
             found = json.loads(done.stdout) if done.stdout else {"faults": [done.stderr.strip()]}
             right = done.returncode == (name in FAULTY) and bool(done.stdout)
             missed += not right
-            said = "; ".join(found["faults"]) or found["numerics"]
+            faults = found.get("faults", [done.stderr.strip()])
+            said = "; ".join(faults) or found["numerics"]
             took_s = time.perf_counter() - began
             print(f"{'' if right else 'MISSED '}{name}: {done.returncode}, {took_s:.0f} s: {said}")
             print(f"    without its own settings: {found.get('without')}", flush=True)

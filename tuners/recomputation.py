@@ -49,8 +49,14 @@ def _blocks(module: nn.Module) -> Iterator[nn.Module]:
     if hasattr(module, "_orig_mod") or vars(module).get("_compiled_call_impl") is not None:
         return  # compiled by the script: its code decides what it keeps
     children = [one for one in module._modules.values() if one is not None]  # repeats shared ones
-    lists = isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict)
-    for _kind, found in itertools.groupby(children, type if lists else id):
+    lists = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+    in_list = isinstance(module, lists)
+
+    def kind(one: nn.Module) -> object:
+        # Attributes such as layer1, layer2 and layer3 are lists of blocks, each of its own width.
+        return type(one) if in_list or type(one) not in lists else one
+
+    for _kind, found in itertools.groupby(children, kind):
         run = list(found)
         # A single layer saves little more than its input.
         if len(run) >= MIN_IN_A_ROW and any(True for _ in run[0].children()):

@@ -13,6 +13,8 @@ shift
 declare -A ways=(
     [checkpointing]="--gradient_checkpointing True"
     [checkpointing-bf16]="--gradient_checkpointing True --bf16 True"
+    [compile-bf16]="--torch_compile True --bf16 True"
+    [compile-checkpointing-bf16]="--torch_compile True --bf16 True --gradient_checkpointing True"
     [auto-batch]="--auto_find_batch_size True"
     [auto-batch-bf16]="--auto_find_batch_size True --bf16 True"
     [zero-offload]="--deepspeed $here/zero_offload.json"

@@ -221,20 +221,22 @@ def test_no_more_is_said_than_was_measured() -> None:
 
 class Starts(Run):
     """A command that runs out of memory unless it has `most` bytes or more; with the least memory
-    it needs `least`. `counts_calls`: its blocks cannot be called twice; `ends`: how its later
-    steps end."""
+    it needs `least`, and at least `calls` if blocks are called twice. `counts_calls`: its blocks
+    cannot be called twice; `ends`: how its later steps end."""
 
     def __init__(
         self,
         *,
         needs: float = 0,
         least: float = 0,
+        calls: float = 0,
         limit: int = 0,
         counts_calls: bool = False,
         ends: Exception | None = None,
     ) -> None:
         super().__init__(("train",), injected=INJECTED, log=Path("log"), max_memory=limit)
-        self.needs, self.least, self.counts_calls, self.ends = needs, least, counts_calls, ends
+        self.needs, self.least, self.calls = needs, least, calls
+        self.counts_calls, self.ends = counts_calls, ends
         self.starts: list[tuple[bool, bool]] = []
 
     def _start(self, words: tuple[str, ...], start_s: float) -> PilotSession:
@@ -245,6 +247,7 @@ class Starts(Run):
             said = "it ended: NotRecomputable: checkpointing: Block changes something in every call"
             raise RunEnded("failed", "it failed", 1, said)
         needs = self.least if saves else self.needs
+        needs = max(needs, self.calls) if "checkpoint_blocks" in ways else needs
         if needs > (limit or 80 * GIB):
             raise RunEnded("out_of_memory", "it failed", 1, "it ended: CUDA out of memory")
         names = ("weights", "gradients", "optimizer_state")
@@ -254,23 +257,24 @@ class Starts(Run):
 
 
 @pytest.mark.parametrize(
-    ("needs", "limit", "counts_calls", "starts"),
+    ("needs", "limit", "given", "starts"),
     [
-        (10, 0, False, [(False, False)]),
-        (90, 0, False, [(False, False), (True, False)]),
-        (30, 24, False, [(False, True), (True, True)]),
-        (90, 0, True, [(False, False), (True, False), (True, False)]),
+        (10, 0, {}, [(False, False)]),
+        (90, 0, {}, [(False, False), (True, False)]),
+        (30, 24, {}, [(False, True), (True, True)]),
+        (90, 0, {"counts_calls": True}, [(False, False), (True, False), (True, False)]),
+        (90, 0, {"calls": 85 * GIB}, [(False, False), (True, False), (True, False)]),
     ],
 )
 def test_command_that_runs_out_of_memory_starts_once_more(
-    needs: int, limit: int, counts_calls: bool, starts: list[tuple[bool, bool]]
+    needs: int, limit: int, given: dict[str, Any], starts: list[tuple[bool, bool]]
 ) -> None:
-    """And again, without checkpointing, if its blocks cannot be called twice."""
-    run = Starts(needs=needs * GIB, least=5 * GIB, limit=limit * GIB, counts_calls=counts_calls)
+    """And again, without checkpointing, if its blocks cannot be called twice, or take too much."""
+    run = Starts(needs=needs * GIB, least=5 * GIB, limit=limit * GIB, **given)
     seen: ScriptFacts = run.describe()
     assert run.starts == starts
     assert ("offload" in seen.own) is (len(starts) > 1)
-    assert (run._variables.get(LEAST_MEMORY) == "offload") is counts_calls
+    assert (run._variables.get(LEAST_MEMORY) == "offload") is bool(given)
 
 
 @pytest.mark.parametrize(("most", "on_host"), [(10, True), (20, False)])

@@ -302,6 +302,12 @@ def test_repeated_blocks_are_found() -> None:
     assert len(blocks(nn.Sequential(sequence(2), nn.Linear(2, 2), sequence(3)))) == 3
     assert [len(blocks(sequence(count))) for count in (2, 3)] == [0, 3]
     assert blocks(nn.Sequential(*(nn.Linear(2, 2) for _ in range(9)))) == []  # keep only inputs
+    unet = nn.Module()
+    unet.down1, unet.down2, unet.down3 = (Block() for _ in range(3))
+    assert len(blocks(unet)) == 3  # attributes in a row, as many U-Nets have them
+    layers = nn.Module()
+    layers.one, layers.two, layers.three = (sequence(3) for _ in range(3))
+    assert len(blocks(layers)) == 9  # the blocks of each, as in a ResNet
     hooked = Stack()
     hooked.blocks[1].register_forward_hook(lambda *_: None)  # would run twice
     assert blocks(hooked) == [hooked.blocks[0], *hooked.blocks[2:]]

@@ -258,12 +258,12 @@ class RecordedSteps:
             found, given, pairs = self._called(kept)
             slope += torch.stack([(o.detach().float() * g.float()).sum() for o, g in pairs]).sum()
             for n, output in enumerate(found):
-                outputs[f"output {n}{of}"] = sampled(output).to(self._store)
+                outputs[f"output {n}{of}"] = sampled(output)
             del found, output  # as the script, which keeps no logits during backward
             inputs = {f"input {n}{of}": one for n, one in enumerate(given)}
             wanted = {n: one for n, one in (self._named | inputs).items() if one.requires_grad}
             for name, taken in zip(wanted, _gradients(pairs, [*wanted.values()]), strict=True):
-                one = sampled(taken).to(self._store)
+                one = sampled(taken)
                 gradients[name] = gradients[name].add_(one) if name in gradients else one
         if loss is not None:
             own = [kept.slope for kept in calls if kept.slope is not None]
@@ -373,7 +373,7 @@ class RecordedSteps:
         found, spare = self._tensors(), self._spare()
         needs = _COPIES * sum(tensor.nbytes for tensor in found)
         on_host |= spare is not None and spare <= needs
-        return [one.detach().to("cpu" if on_host else one.device, copy=True) for one in found]
+        return [_on_host(one) if on_host else one.detach().clone() for one in found]
 
     def _keep(self, call: ModelCall, *args: Any, **kwargs: Any) -> Any:
         if self._refused or len(self._calls) >= _MOST_CALLS:
@@ -467,7 +467,7 @@ class RecordedSteps:
         alone = (
             (one, grad) for one, grad in dense if grad.untyped_storage().nbytes() == grad.nbytes
         )
-        held = [(one, grad.cpu()) for one, grad in alone]
+        held = [(one, _on_host(grad)) for one, grad in alone]
         for tensor, _gradient in held:
             tensor.grad = None
 
@@ -511,6 +511,14 @@ def _autocast(kind: str) -> _Autocast:
 def _places(tables: Sequence[dict[str, Any]]) -> list[_Place]:
     found = {id(one): (table, name) for table in tables for name, one in table.items()}
     return [(table, name) for table, name in found.values() if table[name] is not None]
+
+
+@torch.no_grad()
+def _on_host(tensor: Tensor) -> Tensor:
+    """A copy in page-locked memory: passes copy it back many times."""
+    with contextlib.suppress(RuntimeError):  # too little of it
+        return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda).copy_(tensor)
+    return tensor.detach().to("cpu", copy=True)
 
 
 @torch.no_grad()

@@ -39,6 +39,7 @@ T = TypeVar("T")
 SAVE_TIMEOUT_S = 30.0  # for saving compiled code
 _EVERY_WAY = " ".join(knobs.SAVING)
 _UNSUITED = "the script runs out of memory, and with advisor's ways to save memory it fails"
+_TOO_LARGE = "with that, too, it runs out of memory"
 RETRY_HINT = "fix that, then give the same command again"
 
 
@@ -93,26 +94,27 @@ class Run:
         self._showing.__exit__(*exc)
 
     def describe(self) -> ScriptFacts:
-        """Start the command and return its facts. If it runs out of memory, start it again with the
-        least memory, but without checkpointing if that fails for another reason. Raises
-        TargetFailed if the command ends before its first steps, WorkerError if the steps do not
-        come in time."""
+        """Start the command and return its facts. If it runs out of memory, start it again with
+        every way to save memory; if it fails with these, without checkpointing, whose second calls
+        keep what is in a block on the device. Raises TargetFailed if the command ends before its
+        first steps, WorkerError if the steps do not come in time."""
         try:
             seen = self._running(self.baseline, time.monotonic() + START_S).seen
         except RunEnded as exc:
             if exc.outcome == "timed_out":
                 raise WorkerError(str(exc)) from exc
             without = exc.outcome == "out_of_memory"
-            if self._saves and without:
+            if self._saves == knobs.OFFLOAD and without:
                 raise TargetFailed(self._why_nothing_fits(exc), "") from exc
             if not self._saves and not without:
                 raise TargetFailed(str(exc), "") from exc
             if self._saves == knobs.OFFLOAD:
-                raise TargetFailed(f"{_UNSUITED}: {self.refusal}", "") from exc
-            # Advisor's own way fails: blocks that cannot be called twice.
-            said = (exc.said or str(exc)).rpartition("NotRecomputable: checkpointing: ")[2]
-            self.refusal = "" if without else said
-            self._variables[LEAST_MEMORY] = _EVERY_WAY if without else knobs.OFFLOAD
+                raise TargetFailed(f"{_UNSUITED}: {self.refusal or exc}", "") from exc
+            if self._saves:
+                # Blocks that cannot be called twice, or whose second calls take too much.
+                said = (exc.said or str(exc)).rpartition("NotRecomputable: checkpointing: ")[2]
+                self.refusal = _TOO_LARGE if without else said
+            self._variables[LEAST_MEMORY] = knobs.OFFLOAD if self._saves else _EVERY_WAY
             return self.describe()
         self._processes = seen.processes
         self._with_host_bytes = size_of(seen.memory, "peak", "host")
@@ -125,6 +127,8 @@ class Run:
     def _why_nothing_fits(self, exc: RunEnded) -> str:
         """Why the script runs out of memory although it takes the least; measured without a limit
         if the user gave one."""
+        if self.refusal == _TOO_LARGE:
+            self._variables[LEAST_MEMORY] = _EVERY_WAY
         limit = int(self._variables.pop(MAX_MEMORY, 0))
         if not limit:
             said = exc.said or str(exc)
