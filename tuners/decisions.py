@@ -23,6 +23,10 @@ config close to the best gets twice as many turns."""
 SETTLE_BLOCKS = 12
 """After this many blocks, or this many times TURN_S seconds, a config is timed although its step
 time still changes: its shapes vary, or the host is busy."""
+STALLED = 2.0
+"""How many times as slow as the last one a block may be without being repeated. One block of
+ResNet-152 held 53 s in which an epoch's workers started, and made bf16 seem 12.5 times as fast (3.8
+times by another tuning)."""
 HOPELESS = 0.8
 """Below this fraction of the best ratio so far, a visit ends after one turn. If a script waits for
 data for the remaining fraction of its time or more, its loader is tuned first: workers then gain a

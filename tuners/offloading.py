@@ -5,11 +5,16 @@ and no copy waits for the device.
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import itertools
 import math
+import mmap
 import os
+import threading
 import time
+import weakref
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from advisor.tuners import host
+from advisor.tuners import environment, host
 from advisor.tuners.act.hooks import replace_call
 from advisor.tuners.faults import NotRecomputable
 
@@ -74,27 +79,94 @@ def elapsed_s(began: _Moment, ended: _Moment) -> float:
 EXTRA_TIME = ExtraTime()
 
 
+def host_buffer(nbytes: int, device: torch.device) -> Tensor:
+    """Bytes of the host to copy a device's tensors to, page-locked for a GPU; may raise
+    RuntimeError.
+
+    PyTorch's own way takes eight times as long, because one thread makes all pages, and doubles the
+    memory at worst (benchmarks/results/memory.md). A process that the script forks does not get
+    these pages: Linux would copy them all for it.
+    """
+    if device.type != "cuda":
+        return torch.empty(nbytes, dtype=torch.uint8)
+    pages = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    pages.madvise(mmap.MADV_DONTFORK)
+    found = torch.frombuffer(pages, dtype=torch.uint8).zero_()  # by several threads
+    if code := int(torch.cuda.cudart().cudaHostRegister(found.data_ptr(), nbytes, 0)):
+        raise RuntimeError(f"cudaHostRegister failed with code {code}")
+    unlock = torch.cuda.cudart().cudaHostUnregister
+    weakref.finalize(pages, unlock, found.data_ptr()).atexit = False
+    return found
+
+
+@torch.no_grad()
+def copy_to(buffer: Tensor, tensor: Tensor) -> Tensor:
+    """A copy of a tensor in a buffer, with the same strides; does not wait for the device."""
+    strides = torch.empty_like(tensor, device="meta").stride()
+    found = buffer[: tensor.nbytes].view(tensor.dtype).as_strided(tensor.shape, strides)
+    return found.copy_(tensor, non_blocking=True)
+
+
 class HostMemory:
-    """The memory of the host that the activations of this process may take."""
+    """The memory of the host that the activations of this process may take. A step's buffers stay
+    for the next steps."""
 
     def __init__(self) -> None:
         self._most: int | None = None
-        self.held = self.most_held = 0
+        # By the stream that copies to and from them, so that its next copy comes after the last
+        # one; the smallest come first.
+        self._unused: defaultdict[int, list[Tensor]] = defaultdict(list)
+        self._returned: deque[tuple[Tensor, int]] = deque()  # not yet in `_unused`
+        self._lock = threading.RLock()
+        self._taken = self.most_held = 0  # bytes
 
-    def take(self, nbytes: int) -> int:
-        """Reserve memory for a tensor; returns the reserved bytes, 0 if there is no room."""
-        if self._most is None:
-            ranks = max(1, int(os.environ.get("LOCAL_WORLD_SIZE") or 1))
-            self._most = int(HOST_SHARE * host.free_bytes() / ranks)
-        rounded = 1 << (nbytes - 1).bit_length()  # as PyTorch's allocator of page-locked memory
-        if self.held + rounded > self._most:
-            return 0
-        self.held += rounded
-        self.most_held = max(self.most_held, self.held)
-        return rounded
+    @property
+    def held(self) -> int:
+        """Bytes of the buffers in use."""
+        return self._taken - sum(len(buffer) for buffer, _ in [*self._returned])
+
+    def take(self, nbytes: int, device: torch.device) -> Tensor | None:
+        """A buffer for a tensor; None if there is no room."""
+        with self._lock:
+            if self._most is None:
+                ranks = max(1, int(os.environ.get("LOCAL_WORLD_SIZE") or 1))
+                self._most = int(HOST_SHARE * host.free_bytes() / ranks)
+            while self._returned:
+                buffer, stream = self._returned.popleft()
+                self._taken -= len(buffer)
+                bisect.insort(self._unused[stream], buffer, key=len)
+            unused = self._unused[stream_of(device)]
+            at = bisect.bisect_left(unused, nbytes, key=len)
+            if at < len(unused) and len(unused[at]) <= 2 * nbytes:
+                found = unused.pop(at)
+            else:
+                left = self._most - self._taken - nbytes
+                if sum(map(len, itertools.chain(*self._unused.values()))) > left:
+                    environment.synchronize(device)  # copies may still use them
+                    self._unused.clear()
+                if left < 0:
+                    return None
+                try:
+                    found = host_buffer(nbytes, device)
+                except RuntimeError:  # no page-locked memory is left
+                    return None
+            self._taken += len(found)
+            self.most_held = max(self.most_held, self._taken)
+            return found
+
+    def give_back(self, buffer: Tensor, stream: int) -> None:
+        """Of any thread, also from within `take`, by the garbage collector."""
+        self._returned.append((buffer, stream))
 
 
 HOST_MEMORY = HostMemory()
+
+
+def stream_of(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 0
+    found: int = torch.cuda.current_stream(device).cuda_stream
+    return hash((device.index, found))  # a GPU's default stream is 0 on each
 
 
 class OffloadedCall:
@@ -125,8 +197,9 @@ class OffloadedCall:
             return LEAST_BYTES <= tensor.nbytes <= tensor.untyped_storage().nbytes()
 
         def pack(tensor: Tensor) -> _OnDevice | _OnHost:
-            if moves(tensor) and (taken := HOST_MEMORY.take(tensor.nbytes)):
-                with contextlib.suppress(RuntimeError):  # no page-locked memory is left
+            if moves(tensor):
+                taken = HOST_MEMORY.take(tensor.nbytes, tensor.device)
+                if taken is not None:
                     return _OnHost(tensor, self, taken)
             return _OnDevice(tensor)
 
@@ -158,23 +231,25 @@ class _OnDevice:
 
 
 class _OnHost:
-    def __init__(self, tensor: Tensor, call: OffloadedCall, taken: int) -> None:
-        self._call, self._taken, self._nbytes = call, taken, 0
-        self._device = tensor.device
-        pinned = tensor.device.type == "cuda"
+    def __init__(self, tensor: Tensor, call: OffloadedCall, buffer: Tensor) -> None:
+        self._call, self._buffer = call, buffer
+        self._device, self._stream = tensor.device, stream_of(tensor.device)
+        call.hold(tensor.nbytes)
         with EXTRA_TIME.counted(self._device):
-            copy = torch.empty_like(tensor.detach(), device="cpu", pin_memory=pinned)
-            self._copy = copy.copy_(tensor.detach(), non_blocking=True)
-        self._nbytes = tensor.nbytes
-        call.hold(self._nbytes)
+            self._copy = copy_to(buffer, tensor.detach())
 
     def __del__(self) -> None:
-        HOST_MEMORY.held -= self._taken
-        self._call.hold(-self._nbytes)
+        HOST_MEMORY.give_back(self._buffer, self._stream)
+        self._call.hold(-self._copy.nbytes)
 
     def tensor(self) -> Tensor:
+        here = stream_of(self._device) == self._stream
         with EXTRA_TIME.counted(self._device):
-            return self._copy.to(self._device, non_blocking=True)
+            if not here:  # the copies of two streams do not wait for each other
+                environment.synchronize(self._device)
+            # A copy also on the CPU: the buffer's next tensor may come before this one's end.
+            found = self._copy.to(self._device, non_blocking=here, copy=True)
+        return found
 
 
 def offload_in_place(model: nn.Module) -> OffloadedCall:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import time
 import warnings
@@ -39,6 +40,10 @@ ITEMS = [torch.full((16,), number) for number in range(EPOCH * BATCH)]
 ITEM = compile("warnings.warn(WAITS); time.sleep(4 * SLEEP_S)", "<made-up item()>", "exec")
 
 
+def scaled(items: Tensor, factor: int) -> Tensor:  # recompiling
+    return items * factor % len(ITEMS)
+
+
 def requests(space: Space) -> Iterator[BlockRequest]:
     own = space.default
     for _ in range(2):
@@ -51,9 +56,14 @@ def limits(what: str, workers: int = 0) -> dict[str, Limit]:
     model = nn.Sequential(nn.Embedding(len(ITEMS), 4), nn.Flatten(), nn.Linear(64, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     guide, shown = ScriptedGuide(requests), warnings.showwarning
+    torch.compiler.reset()  # else another test has reached its limit of recompilations
+    again = torch.compile(scaled, backend="eager", dynamic=False)
+    step = itertools.count(-EPOCH)
     pilot, data = Pilot(guide), Slow(ITEMS) if what == "loading" else ITEMS
     while len(guide.results) < 2:
         for items in DataLoader(data, BATCH, num_workers=workers):
+            if what == "recompiling":
+                items = again(items, max(0, next(step)))
             optimizer.zero_grad()
             model(items).square().mean().backward()
             optimizer.step()
@@ -72,12 +82,14 @@ def limits(what: str, workers: int = 0) -> dict[str, Limit]:
 
 @pytest.mark.filterwarnings(f"ignore:{WAITS}")
 @pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize("what", ["loading", "waiting", "evaluation", "checkpoint"])
+@pytest.mark.parametrize("what", ["loading", "waiting", "recompiling", "evaluation", "checkpoint"])
 def test_a_planted_limit_is_named_at_its_line(what: str, workers: int) -> None:
     found = limits(what, workers)[what]
     assert found.file == __file__
     assert f"# {what}" in Path(__file__).read_text().splitlines()[found.line - 1]
-    least = {"loading": 1, "waiting": 4, "evaluation": 8, "checkpoint": 8}[what] * SLEEP_S
+    times = {"loading": 1, "waiting": 4, "recompiling": 0, "evaluation": 8, "checkpoint": 8}
+    least = times[what] * SLEEP_S
+    assert what != "recompiling" or found.what.startswith("recompiling scaled: factor == "), found
     assert found.seconds > least / 2  # each sample is off by its distance from the last one
 
 

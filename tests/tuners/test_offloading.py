@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,14 @@ from torch.utils.checkpoint import checkpoint
 from advisor.tuners import host, offloading
 from advisor.tuners.act.pilot.script_facts import _bytes
 from advisor.tuners.faults import NotRecomputable
-from advisor.tuners.offloading import EXTRA_TIME, HostMemory, offload_in_place, plain_call
+from advisor.tuners.offloading import (
+    EXTRA_TIME,
+    HostMemory,
+    copy_to,
+    host_buffer,
+    offload_in_place,
+    plain_call,
+)
 from advisor.tuners.recomputation import recompute_in_place
 from tests.tuners.test_recomputation import Block, Stack, counted_bytes, train
 
@@ -59,16 +67,74 @@ def test_full_host_keeps_activations_on_the_device(monkeypatch: pytest.MonkeyPat
         assert memory.held == 0
 
 
-def test_failed_copy_leaves_the_tensor_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*_: Any, **_more: Any) -> Tensor:
+def test_without_page_locked_memory_tensors_stay_on_the_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fails(*_: Any) -> Tensor:
         raise RuntimeError("no page-locked memory is left")
 
     monkeypatch.setattr(offloading, "HOST_MEMORY", memory := HostMemory())
+    monkeypatch.setattr(offloading, "host_buffer", fails)
     model = Stack()
-    offload_in_place(model)
-    monkeypatch.setattr(torch, "empty_like", fails)
+    call = offload_in_place(model)
     model(torch.randn(4, 8)).sum().backward()
-    assert memory.most_held > memory.held == 0
+    assert memory.most_held == memory.held == call.most_bytes == 0
+
+
+def test_buffers_stay_for_the_next_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+
+    def buffer(nbytes: int, device: torch.device) -> Tensor:
+        made.append(nbytes)
+        return host_buffer(nbytes, device)
+
+    monkeypatch.setattr(offloading, "host_buffer", buffer)
+    monkeypatch.setattr(host, "free_bytes", lambda: 2 * 1000)
+    memory, cpu = HostMemory(), torch.device("cpu")
+
+    def step(*sizes: int) -> list[bool]:
+        made.clear()
+        taken = [memory.take(size, cpu) for size in sizes]
+        for one in taken:
+            if one is not None:
+                memory.give_back(one, 0)
+        return [one is not None for one in taken]
+
+    assert all(step(400, 100, 400)) and made == [400, 100, 400]
+    assert all(step(400, 400, 100)) and not made
+    assert all(step(200, 50)) and not made  # a larger one will do, not one of any size
+    assert all(step(60, 800)) and made == [800]  # for which the others make room
+    assert step(900, 200) == [True, False]
+    assert memory.held == 0 and memory.most_held == 900
+
+
+def test_locked_pages_are_not_copied_by_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:
+    locked: dict[int, int] = {}
+
+    class MadeUpCuda:
+        def cudaHostRegister(self, at: int, nbytes: int, _flags: int) -> int:
+            locked[at] = nbytes
+            return len(locked) - 1  # the second one fails
+
+        def cudaHostUnregister(self, at: int) -> None:
+            del locked[at]
+
+    monkeypatch.setattr(torch.cuda, "cudart", MadeUpCuda)
+    buffer = host_buffer(2**20, torch.device("cuda"))
+    assert locked == {buffer.data_ptr(): 2**20}
+    (flags,) = (
+        lines[lines.index("VmFlags:") :].split("\n")[0].split()
+        for lines in Path("/proc/self/smaps").read_text().split(f"{buffer.data_ptr():x}-")[1:]
+    )
+    assert "dc" in flags  # do not copy
+    with pytest.raises(RuntimeError, match="cudaHostRegister failed with code 1"):
+        host_buffer(100, torch.device("cuda"))
+    locked.popitem()
+    kept = copy_to(buffer, torch.arange(6.0).view(2, 3).T)
+    del buffer
+    assert locked and kept.stride() == (1, 3)  # as long as a copy is there
+    del kept
+    assert not locked
 
 
 class Scaled(Block):
@@ -138,6 +204,7 @@ def test_second_derivatives_go_through_the_host() -> None:
 
 def test_time_of_copies_and_of_second_calls_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(EXTRA_TIME, "counts", True)
+    EXTRA_TIME.take()  # that of other tests
     model = Stack()
     model(torch.randn(4, 8)).sum().backward()
     assert EXTRA_TIME.take() == 0

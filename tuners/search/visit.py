@@ -165,14 +165,16 @@ class Visitor:
         )
 
     def block(self, config: Config, seconds: float = limits.TURN_S) -> Block:
-        """One timed block in which nothing was compiled; raises as `Runner.block`."""
+        """One timed block in which nothing was compiled; raises as `Runner.block`. A block that is
+        much slower than the last one is measured again: another such block would count."""
         if config not in self._settled:
             self._settle(config)
         for _ in range(limits.SETTLE_BLOCKS):
             block = self._block(config, self._steps(config, seconds))
-            if not block.compiled:
+            stalled = block.step_s > limits.STALLED * self._settled[config]
+            self._settled[config] = block.step_s
+            if not (block.compiled or stalled):
                 break
-        self._settled[config] = block.step_s
         self._energy.setdefault(config, []).append(block)
         return block
 

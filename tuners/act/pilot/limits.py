@@ -33,6 +33,7 @@ class LimitObserver:
         self._waits, self._called_at = set[tuple[str, int]](), ("", 0)
         self._given = defaultdict[str, list[torch.Tensor]](list)  # inputs that may be padded
         self._busy_s = self._sample_s = 0.0  # of the GPU in a step; of a sample, in a worker
+        self._began = time.time()
         self._padded, self._aside, looks, self._step = ("", 0.0), "", self._look(), -1  # in a look
         self.end_step, self.close = looks.__next__, looks.close
         self.end_step()
@@ -146,6 +147,9 @@ class LimitObserver:
             often_s = (apart / max(1, times - 1) or self._loaders.batches or steps) * step_s
             took = sum(seconds.values()) / times
             found.append((phase, at, took, took + often_s, often_s))
+        for at, (what, compile_s) in recompilations(self._began).items():
+            took = compile_s / (steps + 2 * LOOK_STEPS)
+            found.append((f"recompiling {what}", at, took, step_s, step_s - took))
         left = min(step_s, busy + loading) if busy else step_s
         found.append(("an idle GPU", self._phase("step")[1], step_s - left, step_s, left))
         self._aside = ""
@@ -154,6 +158,20 @@ class LimitObserver:
             for what, at, s, whole, left in found
             if (gain := whole / max(left, whole / 1e3, 1e-9)) >= SHOWN_GAIN
         )
+
+
+def recompilations(since: float) -> dict[tuple[str, int], tuple[str, float]]:
+    """What torch.compile has compiled again since a `time.time()`, by file and line: (its name and
+    the guard that failed last, seconds)."""
+    found: dict[tuple[str, int], tuple[str, float]] = {}
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    for one in dynamo.get_compilation_metrics() if dynamo else ():
+        if why := one.start_time >= since and one.recompile_reason:
+            at = one.co_filename, one.co_firstlineno
+            _id, _, guard = why.splitlines()[0].partition(": ")
+            seconds = found.get(at, ("", 0.0))[1] + one.duration_us / 1e6
+            found[at] = f"{one.co_name}: {guard}", seconds
+    return found
 
 
 def padding(given: dict[str, list[torch.Tensor]]) -> tuple[str, float]:

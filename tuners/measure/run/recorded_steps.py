@@ -49,6 +49,7 @@ from advisor.tuners.measure.run.recorded_state import (
 from advisor.tuners.measure.run.script_checks import ScriptChecks
 from advisor.tuners.measure.runner import UNVERIFIED, Compared
 from advisor.tuners.measure.samples import NamedTensors, Sample, is_perturbed, perturb, sampled
+from advisor.tuners.offloading import copy_to, host_buffer
 
 _Place = tuple[dict[str, Any], str]  # where a module holds a parameter or buffer, by its name
 _Pairs = list[tuple[Tensor, Tensor]]  # outputs, and their gradients
@@ -159,7 +160,6 @@ class RecordedSteps:
         if self._switch is not switch:
             self.close()
             self._switch, self._device = switch, switch.device
-            self._store = torch.device("cpu") if OFFLOAD in switch.own else self._device
             self._named = {
                 (f"{number}.{name}" if len(trained) > 1 else name): parameter
                 for number, one in enumerate(trained)
@@ -386,7 +386,12 @@ class RecordedSteps:
             return call.plain(*args, **kwargs)
         needs = [tensor.requires_grad for tensor in self._tensors(self._parameters)]
         kept = _RecordedCall(
-            call, given, _autocast(self._device.type), needs, self._refuse, self._store
+            call,
+            given,
+            _autocast(self._device.type),
+            needs,
+            self._refuse,
+            torch.device("cpu") if OFFLOAD in self._of_switch.own else self._device,
         )
         rng = RngState()
         changed = detect_changes(self._modules) if self._careful else None
@@ -513,11 +518,11 @@ def _places(tables: Sequence[dict[str, Any]]) -> list[_Place]:
     return [(table, name) for table, name in found.values() if table[name] is not None]
 
 
-@torch.no_grad()
 def _on_host(tensor: Tensor) -> Tensor:
-    """A copy in page-locked memory: passes copy it back many times."""
-    with contextlib.suppress(RuntimeError):  # too little of it
-        return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda).copy_(tensor)
+    """A copy on the host, page-locked: passes copy it back many times."""
+    with contextlib.suppress(RuntimeError):  # sparse, or too little memory can be locked
+        if tensor.nbytes:
+            return copy_to(host_buffer(tensor.nbytes, tensor.device), tensor.detach())
     return tensor.detach().to("cpu", copy=True)
 
 
