@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader, TensorDataset
 
 from advisor.cache.config import Config
@@ -125,6 +126,7 @@ def check(
     schedule: Callable[[Any, int], None] = every_epoch,
     rebuilt: bool = False,
     closure: bool = False,
+    clips: str = "",
 ) -> list[str]:
     """Trains a script while it is checked. Returns why it differs from fp32, and other faults.
 
@@ -157,6 +159,10 @@ def check(
             chosen.step(backward)
         else:
             backward()
+            if clips == "unscaled":
+                scaler.unscale_(chosen)
+            if clips:
+                clip_grad_norm_(built.parameters(), 1.0)
             scaler.step(chosen)
             scaler.update()
         schedule(plan, step)
@@ -191,6 +197,8 @@ def named(value: object) -> str:
         {"autocast": HALF},
         {"autocast": HALF, "fault": ""},
         {"autocast": FP16, "scaled": True},
+        {"autocast": FP16, "scaled": True, "clips": "unscaled"},
+        {"clips": "plain"},
         {"optimizer": OwnAlgorithm},
         {"closure": True},  # as Lightning does
         {"net": {"inside": HALF}},
@@ -221,6 +229,7 @@ LAYER = "the gradient of second.weight is "
         ({"optimizer": SkipsDecay}, ", which skips its weight decay, is "),
         ({"autocast": FP16}, "fp16 without a GradScaler: 0"),
         ({"closure": True, "scaled": True}, "an optimizer steps with gradients of a loss that "),
+        ({"autocast": FP16, "scaled": True, "clips": "scaled"}, "clip_grad_norm_ clips gradients"),
         ({"autocast": HALF, "half_loss": True}, "the loss is computed in bfloat16, which rounds"),
         ({"autocast": FP16, "half_loss": True, "scaled": True}, "the loss is computed in bfloat16"),
         (

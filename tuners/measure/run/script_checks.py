@@ -43,12 +43,13 @@ class ScriptChecks:
         self._schedules = [(one, one.last_epoch) for one in _schedules()]
         # Datasets that gave batches; those that have ended; whether a step followed after all had.
         self._fed, self._ended, self._epoch_over = set[int](), set[int](), False
-        # A loss was scaled; optimizers that a GradScaler takes care of; a step took such gradients.
-        self._scaled_now, self._cared_for, self._raw = False, set[int](), False
+        # A loss was scaled; optimizers that a GradScaler takes care of; what took such gradients.
+        self._scaled_now, self._cared_for, self._took = False, set[int](), dict[str, str]()
         hooks: list[Any] = [one.register_step_pre_hook(self._begins) for one in optimizers]
         hooks.append(Patch(torch.amp.GradScaler, "scale", self._scaled))
         for name in ("unscale_", "step"):
             hooks.append(Patch(torch.amp.GradScaler, name, self._cares))
+        hooks.append(Patch(torch.nn.utils.clip_grad, "_clip_grads_with_norm_", self._clips))
         hooks.append(Patch(_BaseDataLoaderIter, "__next__", self._batch))
         self._removes = [STEP_HOOKS.register(self._stepped), *(one.remove for one in hooks)]
 
@@ -74,10 +75,10 @@ class ScriptChecks:
                 f"{self.flushed[1]} is flushed to zero now, and more as it shrinks; use "
                 "torch.amp.GradScaler, or bf16"
             )
-        if self._raw:
+        for what, mend in self._took.items():
             yield (
-                "an optimizer steps with gradients of a loss that GradScaler has scaled; use "
-                "scaler.step(optimizer), or call scaler.unscale_(optimizer) before"
+                f"{what} gradients of a loss that GradScaler has scaled; {mend}call "
+                "scaler.unscale_(optimizer) before"
             )
         if self._loss is not None:
             off, kind = torch.finfo(self._loss).eps / 2, str(self._loss).removeprefix("torch.")
@@ -134,9 +135,19 @@ class ScriptChecks:
         self._cared_for.add(id(optimizer))
         return plain(scaler, optimizer, *more)
 
+    def _clips(self, plain: Callable[..., Any], parameters: Any, *more: Any, **given: Any) -> Any:
+        parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        clipped = set(map(id, parameters))
+        for one in self._optimizers if self._scaled_now else ():
+            own = {id(weight) for group in one.param_groups for weight in group["params"]}
+            if id(one) not in self._cared_for and own & clipped:
+                self._took["clip_grad_norm_ clips"] = ""
+        return plain(parameters, *more, **given)
+
     def _begins(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if self._scaled_now and id(optimizer) in self._rates:
-            self._raw |= id(optimizer) not in self._cared_for
+        known = id(optimizer) in self._cared_for or id(optimizer) not in self._rates
+        if self._scaled_now and not known:
+            self._took["an optimizer steps with"] = "use scaler.step(optimizer), or "
         # The first update alone, as copies take time, and none that a GradScaler scales or skips,
         # before which a closure computes gradients, or after which a hook may change the weights.
         given = [getattr(optimizer, name, None) for name in ("grad_scale", "found_inf")]
