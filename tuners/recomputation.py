@@ -5,11 +5,10 @@ backward pass, which computes the rest again (https://docs.pytorch.org/docs/stab
 from __future__ import annotations
 
 import contextlib
-import itertools
 import operator
 import random
 import sys
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -26,8 +25,8 @@ from advisor.tuners.act.pilot.trees import IMMUTABLE, is_cache
 from advisor.tuners.faults import NotRecomputable
 from advisor.tuners.offloading import EXTRA_TIME
 
-MIN_IN_A_ROW = 3
-"""Least number of blocks of one class in a row that count as repeated."""
+LEAST_REPEATS = 3
+"""Least number of a model's modules of one class that count as repeated."""
 CHECKED_CALLS = 4
 """Second calls of each block that are checked; the last one ends early, as all later ones do. A
 check waits for the device."""
@@ -39,31 +38,50 @@ _MOST_COMPARED = 2**12
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
-    """The outermost repeated blocks of a model, in order, without compiled ones, and without those
-    whose hooks would run again in a second call."""
-    found = (one for one in _blocks(model) if vars(one).get("_compiled_call_impl") is None)
-    return [one for one in found if not any(map(_has_hooks, one.modules()))]
+    """The outermost modules of classes that a model repeats, in order, without compiled ones, and
+    without those whose hooks would run again in a second call, or that change their input."""
+    kinds = Counter(map(type, _walk(model, lambda one: True)))
+    found = _walk(model, lambda one: kinds[type(one)] < LEAST_REPEATS)
+    repeated = (one for one in found if kinds[type(one)] >= LEAST_REPEATS)
+    return [
+        one
+        for one in repeated
+        if not (any(map(_has_hooks, one.modules())) or _begins_in_place(one))
+    ]
 
 
-def _blocks(module: nn.Module) -> Iterator[nn.Module]:
-    if hasattr(module, "_orig_mod") or vars(module).get("_compiled_call_impl") is not None:
-        return  # compiled by the script: its code decides what it keeps
-    children = [one for one in module._modules.values() if one is not None]  # repeats shared ones
-    lists = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-    in_list = isinstance(module, lists)
+def _walk(module: nn.Module, enters: Callable[[nn.Module], bool]) -> Iterator[nn.Module]:
+    """Generator: yields the modules within a module that may be blocks, and those within them if
+    `enters` says so."""
+    if _is_compiled(module):
+        return
+    for child in module._modules.values():  # repeats shared ones
+        if child is None or _is_compiled(child) or not any(True for _ in child.children()):
+            continue  # a single layer keeps its input
+        is_list = _is_list(child)
+        if not is_list:
+            yield child
+        if is_list or enters(child):
+            yield from _walk(child, enters)
 
-    def kind(one: nn.Module) -> object:
-        # Attributes such as layer1, layer2 and layer3 are lists of blocks, each of its own width.
-        return type(one) if in_list or type(one) not in lists else one
 
-    for _kind, found in itertools.groupby(children, kind):
-        run = list(found)
-        # A single layer saves little more than its input.
-        if len(run) >= MIN_IN_A_ROW and any(True for _ in run[0].children()):
-            yield from run
-        else:
-            for child in run:
-                yield from _blocks(child)
+def _is_compiled(module: nn.Module) -> bool:
+    """Whether the script has compiled a module, so that its code decides what it keeps."""
+    called = vars(module).get("_compiled_call_impl")
+    return called is not None or hasattr(module, "_orig_mod")
+
+
+def _is_list(module: nn.Module) -> bool:
+    """Whether a module only holds others: a list, or a sequence of modules that have parts."""
+    if not isinstance(module, nn.Sequential):
+        return isinstance(module, nn.ModuleList | nn.ModuleDict)
+    kinds = {type(one) for one in module if any(True for _ in one.children())}
+    return bool(kinds) and (type(module) is nn.Sequential or kinds == set(map(type, module)))
+
+
+def _begins_in_place(block: nn.Module) -> bool:
+    layers = (one for one in block.modules() if not any(True for _ in one.children()))
+    return bool(getattr(next(layers), "inplace", False))
 
 
 def _has_hooks(module: nn.Module) -> bool:

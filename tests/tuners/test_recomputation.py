@@ -299,7 +299,7 @@ def test_repeated_blocks_are_found() -> None:
         return nn.Sequential(*(Block() for _ in range(count)))
 
     assert len(blocks(Stack())) == COUNT
-    assert len(blocks(nn.Sequential(sequence(2), nn.Linear(2, 2), sequence(3)))) == 3
+    assert len(blocks(nn.Sequential(sequence(1), nn.Linear(2, 2), sequence(2)))) == 3
     assert [len(blocks(sequence(count))) for count in (2, 3)] == [0, 3]
     assert blocks(nn.Sequential(*(nn.Linear(2, 2) for _ in range(9)))) == []  # keep only inputs
     unet = nn.Module()
@@ -308,10 +308,15 @@ def test_repeated_blocks_are_found() -> None:
     layers = nn.Module()
     layers.one, layers.two, layers.three = (sequence(3) for _ in range(3))
     assert len(blocks(layers)) == 9  # the blocks of each, as in a ResNet
+    inplace = nn.Sequential(*(nn.Sequential(nn.ReLU(inplace=True), nn.Tanh()) for _ in range(3)))
+    assert not blocks(inplace)  # would change its input twice
     hooked = Stack()
     hooked.blocks[1].register_forward_hook(lambda *_: None)  # would run twice
     assert blocks(hooked) == [hooked.blocks[0], *hooked.blocks[2:]]
     assert blocks(torch.compile(Stack())) == []  # type: ignore[arg-type] # stays a module
+    compiled = Stack()
+    compiled.blocks[0].compile()
+    assert blocks(compiled) == [*compiled.blocks[1:]]
 
 
 def test_layers_of_transformers_train_without_their_cache() -> None:
