@@ -93,6 +93,8 @@ def host_buffer(nbytes: int, device: torch.device) -> Tensor:
     pages.madvise(mmap.MADV_DONTFORK)
     found = torch.frombuffer(pages, dtype=torch.uint8).zero_()  # by several threads
     if code := int(torch.cuda.cudart().cudaHostRegister(found.data_ptr(), nbytes, 0)):
+        with contextlib.suppress(RuntimeError):
+            torch.zeros(1, device=device)  # takes CUDA's last error, which the script would get
         raise RuntimeError(f"cudaHostRegister failed with code {code}")
     unlock = torch.cuda.cudart().cudaHostUnregister
     weakref.finalize(pages, unlock, found.data_ptr()).atexit = False
