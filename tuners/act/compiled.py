@@ -35,16 +35,6 @@ def recompile_limit() -> str:
     return "recompile_limit" if known else "cache_size_limit"
 
 
-@contextlib.contextmanager
-def one_size() -> Iterator[None]:
-    """Context manager: torch.compile compiles for each size of inputs. By default, from the second
-    size on, it compiles slower code for any size and calls that for both."""
-    import torch._dynamo
-
-    with torch._dynamo.config.patch(automatic_dynamic_shapes=False):
-        yield
-
-
 def raise_recompile_limit() -> Callable[[], None]:
     """Raise torch.compile's limit of compilations per function, for several configs. Returns a
     function that restores the script's own limit, unless the script has set another since."""

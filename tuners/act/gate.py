@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from advisor.tuners.act.compiled import one_size
 from advisor.tuners.act.hooks import in_backward
 from advisor.tuners.decisions import FREQUENT, MIN_OBSERVED_STEPS
 
@@ -144,7 +143,9 @@ class Gate:
         if in_backward() or not self._admits(one, gradients):
             return self._plain(*args, **kwargs)
         self._before()
-        with one_size() if self._sizes else contextlib.nullcontext():
+        # By default, from the second size on, PyTorch compiles slower code for any size.
+        fixed = torch._dynamo.config.patch(automatic_dynamic_shapes=False)
+        with fixed if self._sizes else contextlib.nullcontext():
             return self._compiled(*args, **kwargs)
 
     def _admits(self, one: Signature, gradients: bool) -> bool:
