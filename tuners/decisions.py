@@ -3,8 +3,6 @@
 Constants elsewhere decide nothing: sizes of buffers, names, limits of formats.
 """
 
-from __future__ import annotations
-
 # Timing ----------------------------------------------------------------------------------------
 TURN_S = 0.3
 """Seconds of one timed block. Blocks of 0.2 s and more, A B B A, gave 0.11% error and no false

@@ -300,8 +300,6 @@ def _is_own(piece: Any) -> bool:
     name = str(getattr(piece, "__module__", ""))
     if name == "__main__":
         return True
-    if name == "builtins" or name.partition(".")[0] == "torch":
-        return False
     file = getattr(sys.modules.get(name), "__file__", None)
     if not file:  # executed without a module
         file = next((one.__code__.co_filename for one in _functions(piece)), "")

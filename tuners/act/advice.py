@@ -22,10 +22,12 @@ from advisor.tuners import compiling, fingerprint
 from advisor.tuners.act import gate, layouts, ranks
 from advisor.tuners.act.advice_usage import PIECES, AdviceUsage, Served, log_at_exit
 from advisor.tuners.act.applied import AppliedConfig, changed_knobs
+from advisor.tuners.act.pilot.trees import tensors
 from advisor.tuners.act.process_flags import PROCESS_FLAGS
 from advisor.tuners.act.replays import Replays
 from advisor.tuners.act.scaling import MissingScaler, init_momentum
 from advisor.tuners.decisions import LARGE_BYTES
+from advisor.tuners.faults import failure
 from advisor.tuners.knobs import Knob
 
 if TYPE_CHECKING:
@@ -167,9 +169,7 @@ class Advice:
                 "or a hyperparameter differs. The advice may not fit; tune again"
             )
         except Exception as exc:  # lazy parameters, or the user's extra_repr() raised
-            first = str(exc).partition("\n")[0]
-            why = f"{type(exc).__name__}: {first}"
-            another = f"this model cannot be compared with {tuned} ({why})"
+            another = f"this model cannot be compared with {tuned} ({failure(exc)[1]})"
         self._usage.another = another
         warnings.warn(f"advisor: {another}", AdvisorWarning, stacklevel=3)
 
@@ -280,7 +280,7 @@ class Advice:
         large: bool | None = None if self._applied.non_blocking else False
         for batch in loader:
             if large is None:
-                large = sum(tensor.nbytes for tensor in _tensors(batch)) >= LARGE_BYTES
+                large = sum(tensor.nbytes for tensor in tensors(batch)) >= LARGE_BYTES
             if self._applied.graphs:
                 self._replays.begin()
             yield self._place_beside(batch) if large else self.place(batch)
@@ -294,7 +294,7 @@ class Advice:
             placed = self.place(batch)
         current = torch.cuda.current_stream(self.device)
         current.wait_stream(self._copies)
-        for tensor in _tensors(placed):
+        for tensor in tensors(placed):
             tensor.record_stream(current)
         return placed
 
@@ -314,8 +314,6 @@ class Advice:
             return kind([self.place(part) for part in batch])
         if isinstance(batch, Mapping):
             placed = {name: self.place(part) for name, part in batch.items()}
-            if kind is dict:
-                return placed
             if not isinstance(batch, MutableMapping):
                 return kind(placed)
             found = copy.copy(batch)  # its constructor may take other arguments
@@ -350,11 +348,3 @@ def _users(knob: Knob, default: Config) -> bool:
         return False
     changed = knob.name in PROCESS_FLAGS.changed or knob.flag.now() != default[knob.name]
     return changed or knob.chosen()
-
-
-def _tensors(tree: Any) -> Iterator[Tensor]:
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, Mapping | list | tuple):
-        for part in tree.values() if isinstance(tree, Mapping) else tree:
-            yield from _tensors(part)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import cProfile
-import inspect
 import itertools
 import sys
 import time
@@ -155,8 +154,6 @@ def _torchvision(spec: Spec, sample: tuple[int, ...]) -> Callable[..., Any]:
             v2.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
         ]
         usual["transform"] = v2.Compose(steps)
-    if "image_size" in inspect.signature(kind).parameters:
-        usual["image_size"] = sample
     return lambda **arguments: kind(**{**usual, **arguments})
 
 

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from advisor.tuners.act.gate import Signatures, signature
 from advisor.tuners.decisions import MAX_OBSERVED_STEPS, MIN_OBSERVED_STEPS
+from advisor.tuners.fingerprint import unwrapped
 
 VARIES = 0
 # Optimizers of earlier folds, which are ignored: models may train in turn.
@@ -112,16 +113,13 @@ class LoopObserver:
         self._met: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._awaited: list[weakref.ref[torch.optim.Optimizer]] | None = None
         self._gradients: dict[int, weakref.ref[Tensor]] = {}
-        self._kinds: weakref.WeakKeyDictionary[torch.optim.Optimizer, OptimizerKind]
-        self._kinds = weakref.WeakKeyDictionary()
+        self._kinds = weakref.WeakKeyDictionary[torch.optim.Optimizer, OptimizerKind]()
 
     def on_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._met.add(module)
         if not torch.is_grad_enabled() or not module.training:
             return
         if module not in self.called:
-            from advisor.tuners.fingerprint import unwrapped
-
             self.called[module] = TrainedModel(module, unwrapped(module))
         self.called[module].saw(args, kwargs)
 

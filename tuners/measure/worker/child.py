@@ -36,7 +36,10 @@ def describe(bench: Bench) -> Facts:
     built = bench.new_model()
     known = model_facts([built])  # before any knob touches the model, as in a script
     hooks = fingerprint.of_hooks(loaded.make_batch, loaded.loss)
-    recognise(bench.job, loaded.spec.name, known["model"], hooks)
+    found = {"model": known["model"], "make_batch or loss": hooks}
+    for (what, now), then in zip(found.items(), bench.job.known, strict=False):
+        if now != then:
+            raise TargetError(f"the {what} of {loaded.spec.name} {CHANGED}")
     wide = sum(map(fp8.gains, built.modules()))
     properties: Any = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
     bench.reset_peak()
@@ -56,13 +59,6 @@ def describe(bench: Bench) -> Facts:
         wide=wide,
         **known,
     )
-
-
-def recognise(job: WorkerJob, name: str, *found: str) -> None:
-    """Raise TargetError if these fingerprints of model and hooks are not those of the job."""
-    for what, now, then in zip(("model", "make_batch or loss"), found, job.known, strict=False):
-        if now != then:
-            raise TargetError(f"the {what} of {name} {CHANGED}")
 
 
 def _first_step(bench: Bench, built: nn.Module) -> Workload:
