@@ -29,23 +29,16 @@ def fallbacks() -> int:
     return sum(n for why, n in given_up.items() if why.startswith(_GIVEN_UP))
 
 
-def recompile_limit() -> str:
-    """The name of torch.compile's setting, which torch 2.6 calls cache_size_limit."""
-    known = hasattr(torch._dynamo.config, "recompile_limit")
-    return "recompile_limit" if known else "cache_size_limit"
-
-
 def raise_recompile_limit() -> Callable[[], None]:
     """Raise torch.compile's limit of compilations per function, for several configs. Returns a
     function that restores the script's own limit, unless the script has set another since."""
-    config, name = torch._dynamo.config, recompile_limit()
-    own = getattr(config, name)
-    raised = max(_RECOMPILATIONS, own)
-    setattr(config, name, raised)
+    # torch.compile's name for it, and since torch 2.7 an alias of `recompile_limit`.
+    config, own = torch._dynamo.config, torch._dynamo.config.cache_size_limit
+    raised = config.cache_size_limit = max(_RECOMPILATIONS, own)
 
     def restore() -> None:
-        if getattr(config, name) == raised:
-            setattr(config, name, own)
+        if config.cache_size_limit == raised:
+            config.cache_size_limit = own
 
     return restore
 
@@ -54,14 +47,11 @@ class CompiledCode:
     """Tracks which code each config has compiled, so that a config's code can be freed."""
 
     def __init__(self) -> None:
-        self._graphs, self._known = graphs_compiled(), _ids()
+        self._known = _ids()
 
     def claim(self) -> set[str | int]:
         """The ids of code compiled (texts), and of functions given CUDA graphs (numbers), since the
         last call."""
-        if graphs_compiled() == self._graphs:
-            return set()
-        self._graphs = graphs_compiled()
         new = _ids() - self._known
         self._known |= new
         return new

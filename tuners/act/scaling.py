@@ -7,7 +7,6 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Collection
-from itertools import islice
 from traceback import walk_stack
 from typing import Any
 
@@ -16,9 +15,6 @@ from torch import nn
 
 from advisor.errors import AdvisorWarning
 from advisor.tuners.act.hooks import STEP_HOOKS
-
-_DEPTH = 16
-"""Stack frames in which to look for a GradScaler: a schedule's wrapper and hooks lie between."""
 
 
 class MissingScaler:
@@ -41,8 +37,8 @@ class MissingScaler:
             return
         assert self._unhook is not None
         self._unhook()
-        callers = islice(walk_stack(sys._getframe(1)), _DEPTH)
-        if any(isinstance(f.f_locals.get("self"), torch.amp.GradScaler) for f, _line in callers):
+        callers = (frame.f_locals.get("self") for frame, _line in walk_stack(sys._getframe(1)))
+        if any(isinstance(one, torch.amp.GradScaler) for one in callers):
             self._scaled()  # the script's own scaler is as good as the advice's
         else:
             warnings.warn(

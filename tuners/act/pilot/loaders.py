@@ -258,9 +258,6 @@ class Prefetcher:
         self.out: deque[Any] = deque()  # indices that workers have and have not delivered
         self._raised: Exception | None = None
 
-    def __iter__(self) -> Prefetcher:
-        return self
-
     def __next__(self) -> Any:
         if self._back:
             return self._back.popleft()
