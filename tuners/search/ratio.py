@@ -81,10 +81,8 @@ def ratio_of(logs: Sequence[float], noise: Noise = UNMEASURED) -> Ratio:
     Before the second look, the interval is at least as wide as the baseline's noise: a few turns
     can be alike by luck. The interval of two turns holds both; one turn has no interval.
     """
-    if not logs:
-        return UNKNOWN_RATIO
-    mean = statistics.fmean(logs)
-    if len(logs) == 1 or (len(logs) == 2 and noise.turns < 2):
+    mean = statistics.fmean(logs) if logs else 0.0
+    if len(logs) < 2 or (len(logs) == 2 and noise.turns < 2):
         return Ratio(mean=math.exp(mean), low=0.0, high=math.inf)
     if len(logs) == 2:
         half = abs(logs[0] - logs[1])

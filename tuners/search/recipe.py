@@ -35,6 +35,7 @@ class Recipe:
         self._space, self._visits = space, visits
         self._uses, self._on = space.uses, space.on
         self._saves: dict[str, Value] = {}  # how the format that was tried last saves memory
+        self._ways_to_save = knobs.SAVED if knobs.OFFLOAD in space.choices else ({},)
         modes = space.choices.get(knobs.COMPILE, ())
         # On a GPU, if compiling is permitted.
         self._has_graphs = any(mode in knobs.GRAPHED_MODES for mode in modes)
@@ -99,7 +100,7 @@ class Recipe:
             same = not config.changed(self._space.default).only(*knobs.FORMATS)
             if self._has_graphs and same and knobs.OFFLOAD not in self._space.choices:
                 return
-            for changes in self._ways_to_save():
+            for changes in self._ways_to_save:
                 tried = self._near(config | changes)
                 yield tried
                 if tried in self._visits and self._runs(tried):
@@ -108,13 +109,10 @@ class Recipe:
                         return
                     break
 
-    def _ways_to_save(self) -> Sequence[dict[str, Value]]:
-        return knobs.SAVED if knobs.OFFLOAD in self._space.choices else ({},)
-
     def _lighter(self) -> Iterator[Config | None]:
         """The leader with less effort to save memory: compiled code needs less."""
         leader = self._visits.best(batch=self._space.batch).config
-        for changes in self._ways_to_save():
+        for changes in self._ways_to_save:
             config = self._space.near(leader | changes)
             if not changes or config == leader:
                 return

@@ -36,14 +36,10 @@ class Visits(dict[Config, Visit]):
         self._space, self._compares, self._length = space, compares, length
         self._own = space.default.only(BATCH, *knobs.INPUT_PIPELINE)
         self._compared: dict[Config, Compared] = {}
-        self.trials: list[Trial] = []
-        """Trials of visits and comparisons, as a record keeps them."""
-        self.ruled_out: set[tuple[str, Value]] = set()
-        """Values of knobs that no config may have any more."""
-        self.codes: set[Config] = set()
-        """The `knobs.code` of each config that was compiled or captured."""
-        self.feed = space.default.only(*knobs.INPUT_PIPELINE)
-        """How the next configs load their data."""
+        self.trials: list[Trial] = []  # of visits and comparisons, as a record keeps them
+        self.ruled_out: set[tuple[str, Value]] = set()  # values that no config may have any more
+        self.codes: set[Config] = set()  # `knobs.code` of configs that were compiled or captured
+        self.feed = space.default.only(*knobs.INPUT_PIPELINE)  # how the next configs load data
 
     def add(self, visit: Visit) -> None:
         self[visit.config] = visit

@@ -60,7 +60,7 @@ class Worker(contextlib.AbstractContextManager["Worker"]):
             return self._asked(Facts, "describe", max(LOAD_S, self.deadline_s))
         except ConfigFailed as failed:
             if failed.outcome != "out_of_memory":
-                raise self._lost(failed) from failed
+                raise WorkerError(f"target {self._job.task.target!r}: {failed}") from failed
             raise TargetFailed(
                 f"batch {self._job.task.batch} does not fit on {self._job.device} with torch's "
                 f"default settings: {failed}; give a smaller batch"
@@ -185,10 +185,7 @@ class Worker(contextlib.AbstractContextManager["Worker"]):
             self._answered(load, max(LOAD_S, self.deadline_s))
         except (ConfigFailed, OSError) as exc:
             self._kill()
-            raise self._lost(exc) from exc
-
-    def _lost(self, exc: Exception) -> WorkerError:
-        return WorkerError(f"target {self._job.task.target!r}: {exc}")
+            raise WorkerError(f"target {self._job.task.target!r}: {exc}") from exc
 
     def _answered(self, request: dict[str, Any], deadline_s: float) -> dict[str, Any]:
         """The reply to a request; without a reply, ends the worker and raises as `_asked`."""
