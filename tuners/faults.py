@@ -46,8 +46,7 @@ class Stopped(Exception):
     Args:
         why: 'unclear': advisor cannot tell what trains, or where a step ends; 'over': the model no
             longer trains; 'brief', 'untrained': the process ends after few or no optimizer steps
-            (another process may train); 'unfed': the loader gets no workers; 'broken': a fault of
-            advisor's.
+            (another may train); 'unfed': the loader gets no workers; 'broken': a fault in advisor.
     """
 
     def __init__(

@@ -49,8 +49,7 @@ Remove = Callable[[], None]
 
 class Patch:
     """Has `act` called in place of a function of an object or a class, with that function as its
-    first argument. If other code patches the function later, that patch stays; a removed Patch only
-    calls the original."""
+    first argument. A later patch of other code stays; a removed Patch only calls the original."""
 
     def __init__(self, owner: Any, name: str, act: Function) -> None:
         self._owner, self._name = owner, name
@@ -186,8 +185,7 @@ class CallHooks:
         self._compile = Patch(nn.Module, "compile", compile)
 
     def pause(self) -> None:
-        """Stop reporting. The hooks stay if they may be part of the script's compiled code, which
-        would be compiled again without them."""
+        """Stop reporting. Hooks that may be part of compiled code stay: it would compile again."""
         self._resting = True
         self._around.close()
         if graphs_compiled() == self._compiled:

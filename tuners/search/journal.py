@@ -35,8 +35,7 @@ from advisor.tuners.search.space import Space
 MAX_JOURNAL_BYTES = 256 * 2**20
 """A journal of a thousand trials takes 5 MB."""
 RATIO, COMPARED = "ratio", "compared"
-"""Attributes of a trial: its speed-up with the ends of its interval; the result of its comparison
-with fp32, as (outcome, reason, cause)."""
+"""Attributes of a trial: (speed-up, low end, high end); (outcome, reason, cause) with fp32."""
 
 SENSELESS = (
     *(AssertionError, AttributeError, IndexError, KeyError, TypeError, ValueError),
