@@ -302,7 +302,7 @@ class Advice:
         """Return a tensor, or a tuple, list or mapping of tensors, on the device in the advised
         memory format. Other objects are moved by their method `to` if they have one."""
         self._used.add("batches")
-        # This runs at every step: the common types first, and no work for knobs that are off.
+        # This runs at every step: tensors first, and no work for knobs that are off.
         applied = self._applied
         if isinstance(batch, Tensor):
             layout = torch.preserve_format
@@ -310,8 +310,6 @@ class Advice:
                 layout = act(batch, value) or layout
             return batch.to(self.device, non_blocking=applied.non_blocking, memory_format=layout)
         kind = type(batch)
-        if kind is tuple or kind is list:
-            return kind([self.place(part) for part in batch])
         if isinstance(batch, Mapping):
             placed = {name: self.place(part) for name, part in batch.items()}
             if not isinstance(batch, MutableMapping):

@@ -52,11 +52,6 @@ class Data:
     def iterable(self) -> bool:
         return isinstance(self.dataset, IterableDataset)
 
-    @property
-    def samples(self) -> int:
-        """The number of samples in an epoch; 0 if unknown."""
-        return _length(self.dataset)
-
     def loader(self, **given: Any) -> DataLoader[Any]:
         """Make the loader as a script would; `given`: DataLoader arguments, with batch_size."""
         how: dict[str, Any] = {"collate_fn": self.collate, "drop_last": True, **given}
@@ -163,7 +158,7 @@ def _first(data: Data, batch: int) -> list[Any]:
         found = list(itertools.islice(data.loader(batch_size=batch), _LOOKED_AT))
     except Exception as exc:  # the user's code may raise anything; it is reported whole
         # A sampler refuses an empty dataset.
-        if hasattr(data.dataset, "__len__") and not (data.samples or data.iterable):
+        if hasattr(data.dataset, "__len__") and not (_length(data.dataset) or data.iterable):
             raise TargetError(f"data {name!r}: it holds 0 samples, {short}") from exc
         if "equal size" in str(exc) and data.collate is None:
             said = str(exc).splitlines()[0]
@@ -174,7 +169,8 @@ def _first(data: Data, batch: int) -> list[Any]:
             ) from exc
         raise failed(data.spec, "loading a batch raised", exc) from exc
     if not found:
-        there = f"it holds {data.samples:,} samples" if data.samples else "it gave no batch"
+        samples = _length(data.dataset)
+        there = f"it holds {samples:,} samples" if samples else "it gave no batch"
         raise TargetError(f"data {name!r}: {there}, {short}")
     return found
 
@@ -214,6 +210,7 @@ def _check(name: str, task: Task, batch: Any, *, made_batches: bool) -> None:
 
 
 def _length(sized: Any) -> int:
+    """The length of a dataset or loader; 0 if unknown."""
     with suppress(TypeError, NotImplementedError):
         return len(sized)
     return 0
