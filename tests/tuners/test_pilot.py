@@ -149,7 +149,7 @@ def test_step_counter_on_the_device_is_saved_on_the_host() -> None:
         assert optimizer.state[net.weight]["step"].is_cuda
 
 
-@torch._dynamo.config.patch(cache_size_limit=9)
+@torch._dynamo.config.patch(recompile_limit=9)
 def test_hitting_the_recompile_limit_is_reported(trained_net: TrainedNet) -> None:
     _net, _optimizer, switch = trained_net
 
@@ -158,18 +158,18 @@ def test_hitting_the_recompile_limit_is_reported(trained_net: TrainedNet) -> Non
         return 2 * x
 
     def call_with_two_sizes() -> None:
-        with torch._dynamo.config.patch(cache_size_limit=1):
+        with torch._dynamo.config.patch(recompile_limit=1):
             for size in (2, 3):
                 doubled(torch.ones(size))
 
     switch.set(OWN.replace(compile="default"))
-    assert not switch.fell_back and torch._dynamo.config.cache_size_limit == 64
+    assert not switch.fell_back and torch._dynamo.config.recompile_limit == 64
     call_with_two_sizes()
     assert switch.fell_back
     switch.set(OWN)
     assert not switch.fell_back
     switch.release()
-    assert torch._dynamo.config.cache_size_limit == 9
+    assert torch._dynamo.config.recompile_limit == 9
 
 
 def switch_to_bf16(switch: ConfigSwitch) -> list[Exception]:

@@ -32,13 +32,15 @@ def fallbacks() -> int:
 def raise_recompile_limit() -> Callable[[], None]:
     """Raise torch.compile's limit of compilations per function, for several configs. Returns a
     function that restores the script's own limit, unless the script has set another since."""
-    # torch.compile's name for it, and since torch 2.7 an alias of `recompile_limit`.
-    config, own = torch._dynamo.config, torch._dynamo.config.cache_size_limit
-    raised = config.cache_size_limit = max(_RECOMPILATIONS, own)
+    config = torch._dynamo.config
+    name = "recompile_limit" if hasattr(config, "recompile_limit") else "cache_size_limit"  # 2.6
+    own = getattr(config, name)
+    raised = max(_RECOMPILATIONS, own)
+    setattr(config, name, raised)
 
     def restore() -> None:
-        if config.cache_size_limit == raised:
-            config.cache_size_limit = own
+        if getattr(config, name) == raised:
+            setattr(config, name, own)
 
     return restore
 
