@@ -29,6 +29,8 @@ from advisor.store import Store
 from advisor.tuners import environment, fp8
 from advisor.tuners.decisions import WORTH
 from advisor.tuners.knobs import OFFLOAD
+from advisor.tuners.measure.run import rank_shares
+from advisor.tuners.measure.run.run import Run
 from advisor.tuners.measure.run.session import ran_out_of_memory
 from advisor.tuners.scratch import ScratchFolder
 from advisor.tuners.search.batch_sizes import OTHER_BATCH, BatchSizes
@@ -285,7 +287,10 @@ class Tuning:
         )
         tuner = Tuner(runner, space, study, options, self.progress, clock)
         self._tell_start(tuner.known)
+        limited = self._limited(clock)
         found = tuner.run()
+        if limited:
+            found = dataclasses.replace(found, remarks=(*found.remarks, limited))
         if space.inputs and not found.interrupted:
             clock.release()
             step = next(w.choice.config for w in found.winners if w.use == LOOP and not w.free)
@@ -295,6 +300,15 @@ class Tuning:
             self.progress.phase("other batches, on a recorded step")
             found = BatchSizes(run, self.opened.seen, clock).add_to(found)
         return found
+
+    def _limited(self, clock: Clock) -> str:
+        """What limits a job of several ranks, reported before the search; '' for one process."""
+        run = self.opened.runner
+        ranks = run.rank_steps(deadline_s=clock.deadline_s) if isinstance(run, Run) else []
+        said = rank_shares.line(ranks) if ranks else ""
+        if said:
+            self.progress.notice(said)
+        return said
 
     def _first_guesses(self, similar: Sequence[SimilarRecord]) -> list[Config]:
         """Winners of similar records: stale ones, of other shapes or devices, of one family."""

@@ -419,6 +419,8 @@ def _limits(command: tuple[str, ...], given: Mapping[str, Any]) -> Parts:
 
     found = limits_of(command, plan, given["cache"], progress_of(on_event))
     yield f"your unmodified script makes {rate(found.steps_per_s)} steps/s"
+    if found.of_ranks:
+        yield found.of_ranks
     if found.ended:
         yield f"it was observed for only {found.seconds:.0f} s: {found.ended}"
     for one in found.found:

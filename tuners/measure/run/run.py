@@ -22,10 +22,12 @@ from advisor.tuners.act.pilot.protocol import (
     BlockRequest,
     CompareRequest,
     Limit,
+    RankStep,
 )
 from advisor.tuners.act.pilot.script_facts import ScriptFacts
 from advisor.tuners.decisions import HEADROOM, START_S, STARTS
 from advisor.tuners.measure.run.mapped_options import MappedOptions
+from advisor.tuners.measure.run.rank_shares import PROFILED_STEPS, steps_to_profile
 from advisor.tuners.measure.run.session import (
     AttachedScript,
     CommandProcess,
@@ -215,6 +217,17 @@ class Run:
         own, until = self.baseline, time.monotonic() + deadline_s
         request = BlockRequest(config=own, own=own, steps=steps, limits=True)
         return self._running(own, until).results(request, until)[0].limits
+
+    def rank_steps(self, *, deadline_s: float) -> list[RankStep]:
+        """As `PilotSession.rank_steps`, of the unmodified script; [] if it ends meanwhile."""
+        own, until = self.baseline, time.monotonic() + deadline_s
+        if self._processes < 2:
+            return []
+        with suppress(RunEnded, ConfigFailed):
+            at = self._running(own, until)
+            short = BlockRequest(config=own, own=own, steps=PROFILED_STEPS, warm=2)
+            return at.rank_steps(steps_to_profile(at.block(short, until).step_s), own, until)
+        return []
 
     def _attempt(
         self, config: Config, deadline_s: float, act: Callable[[PilotSession, float], T]
