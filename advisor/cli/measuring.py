@@ -432,6 +432,7 @@ def _limits(command: tuple[str, ...], given: Mapping[str, Any]) -> Parts:
         yield "nothing was found that slows it down by 2% and that no setting can fix"
     document: dict[str, Any] = {
         "limits": [to_plain(one) for one in found.found],
+        "of_ranks": found.of_ranks,
         "ended": found.ended,
     }
     document |= {"steps_per_s": found.steps_per_s, "observed_s": found.seconds}

@@ -95,7 +95,8 @@ class RecordGuide:
         task = seen.task(self._command, asked.given)
         self._seen, self._failures = seen, Failures(asked.cache, seen.model, task)
         own_batch = overrides.own_batch if overrides and overrides.batch == task.batch else None
-        shown = {"model": seen.model, "device": seen.device, "threads": seen.threads}
+        names = ("model", "device", "threads", "interconnect")
+        shown = {name: getattr(seen, name) for name in names}
         self._wanted = asked.of_run(task, own_batch, **shown)
         advice = serve(self._wanted, strict=self._strict)
         self._strict = False  # only for the run's first model

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from advisor.cache.shown import times
 from advisor.tuners.act.pilot.protocol import Limit, RankStep
 
-EXCHANGE, LOADING, COMPUTE = "exchange between ranks", "loading", "compute"
+_EXCHANGE, _LOADING, _COMPUTE = "exchange between ranks", "loading", "compute"
 PROFILED_STEPS, MOST_STEPS, PROFILED_S = 6, 50, 0.5
 """At least and at most so many steps are profiled; between them, so many seconds."""
 SLOW = 1.25
@@ -34,10 +34,10 @@ def shares(ranks: Sequence[RankStep]) -> dict[str, float]:
     usual_s = statistics.median(one for rank, one in enumerate(own) if rank != slow)
     late_s = own[slow] - usual_s
     loads_s = statistics.median(one.loads_s for rank, one in enumerate(ranks) if rank != slow)
-    found = {EXCHANGE: min(one.waits_s for one in ranks), LOADING: loads_s}
+    found = {_EXCHANGE: min(one.waits_s for one in ranks), _LOADING: loads_s}
     if step_s >= SLOW * (step_s - late_s):
         found[f"rank {slow}"] = late_s
-    found[COMPUTE] = step_s - sum(found.values())
+    found[_COMPUTE] = step_s - sum(found.values())
     ordered = sorted(found.items(), key=lambda one: -one[1])
     return {what: max(0.0, seconds) / step_s for what, seconds in ordered}
 
@@ -59,7 +59,7 @@ def limits(ranks: Sequence[RankStep]) -> tuple[Limit, ...]:
     return tuple(
         Limit(what=what, file="", line=0, seconds=share * step_s, gain=1 / max(1e-3, 1 - share))
         for what, share in shares(ranks).items()
-        if what not in (COMPUTE, LOADING)
+        if what not in (_COMPUTE, _LOADING)
     )
 
 

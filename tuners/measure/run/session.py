@@ -368,7 +368,7 @@ class PilotSession:
     def _end_reason(self, lost: Connection | None = None) -> RunEnded:
         """A RunEnded that says why the command, or one of its processes, is over."""
         several = len(self._pipes) > 1
-        until = time.monotonic() + (LAUNCHER_S if several else END_S)
+        until = time.monotonic() + (END_S if len(self._pipes) == 1 else LAUNCHER_S)
         while not self.command.ended and time.monotonic() < until:
             time.sleep(0.05)
         gone = f"rank {self._pipes[lost]}" if lost in self._pipes and several else ""
