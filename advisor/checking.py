@@ -122,7 +122,6 @@ def limits_of(command: Sequence[str], plan: Plan, cache: Cache, progress: Progre
         except ConfigFailed as exc:
             raise WorkerError(f"its steps were not timed: {exc}; {clock.larger}") from exc
         ranks = run.rank_steps(deadline_s=clock.deadline_s)
-        of_job = rank_shares.limits(ranks) if ranks else ()
         began, found, ended, until = clock.now(), tuple[Limit, ...](), "", 0.0
         while clock.left_s > 0:
             steps = max(1, round(min(SLOW_TURN_S, clock.left_s) / step_s))
@@ -134,13 +133,13 @@ def limits_of(command: Sequence[str], plan: Plan, cache: Cache, progress: Progre
         if not until:
             why = f"its steps were not observed: {ended or 'the budget was over'}"
             raise WorkerError(f"{why}; have it train for longer, or {clock.larger}")
-        ordered = tuple(sorted((*of_job, *found), key=lambda one: -one.gain))
+        ordered = tuple(sorted((*rank_shares.limits(ranks), *found), key=lambda one: -one.gain))
         return Limits(
             found=ordered,
             steps_per_s=1 / step_s,
             seconds=until - began,
             ended=ended,
-            of_ranks=rank_shares.line(ranks) if ranks else "",
+            of_ranks=rank_shares.line(ranks),
         )
 
 

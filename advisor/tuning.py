@@ -302,11 +302,10 @@ class Tuning:
         return found
 
     def _limited(self, clock: Clock) -> str:
-        """What limits a job of several ranks, reported before the search; '' for one process."""
+        """What limits a job of several ranks, reported before the search; '' for others."""
         run = self.opened.runner
-        ranks = run.rank_steps(deadline_s=clock.deadline_s) if isinstance(run, Run) else []
-        said = rank_shares.line(ranks) if ranks else ""
-        if said:
+        ranks = run.rank_steps(deadline_s=clock.deadline_s) if isinstance(run, Run) else ()
+        if said := rank_shares.line(ranks):
             self.progress.notice(said)
         return said
 

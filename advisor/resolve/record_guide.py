@@ -164,7 +164,7 @@ class RecordGuide:
             raise NoRecord(str(exc)) from exc
         if is_out_of_memory(exc) and self._request.config == self._request.own:
             line = f"advisor fit -- {shlex.join(self._command)}"
-            warn_in_hook(f"memory ran out; to find the fastest way to train that fits: {line}")
+            warn_of_failure(f"memory ran out; to find the fastest way to train that fits: {line}")
         if why in ("untrained", "unclear", "over"):
             warn_in_hook(f"{exc}{_UNTRAINED if why == 'untrained' else f'. {GOES_ON}'}")
 

@@ -44,7 +44,9 @@ def shares(ranks: Sequence[RankStep]) -> dict[str, float]:
 
 def line(ranks: Sequence[RankStep]) -> str:
     """'what limits the 2 ranks: rank 1, which is slow, 58% of a step (at most 2.38x without), ...';
-    of a slow rank, if it were as fast as the others."""
+    of a slow rank, if it were as fast as the others. '' of no ranks."""
+    if not ranks:
+        return ""
     parts = [
         f"{what}{', which is slow,' * what.startswith('rank ')} {share:.0%} ({_most(share)})"
         for what, share in shares(ranks).items()
@@ -54,7 +56,9 @@ def line(ranks: Sequence[RankStep]) -> str:
 
 
 def limits(ranks: Sequence[RankStep]) -> tuple[Limit, ...]:
-    """A slow rank and the exchange as limits of a step."""
+    """A slow rank and the exchange as limits of a step; none of no ranks."""
+    if not ranks:
+        return ()
     step_s = statistics.fmean(one.step_s for one in ranks)
     return tuple(
         Limit(what=what, file="", line=0, seconds=share * step_s, gain=1 / max(1e-3, 1 - share))

@@ -391,6 +391,9 @@ class AttachedRun(Run):
         session = self._running(config, time.monotonic() + START_S)
         session.tell(BlockRequest(config=config, own=self.baseline, found=found))
 
+    def rank_steps(self, *, deadline_s: float) -> list[RankStep]:
+        return []  # a real run is not profiled
+
     def stop(self) -> None:
         """Do nothing: the script is the user's, and goes on; see `leave`."""
 
