@@ -386,7 +386,9 @@ class PilotSession:
         last = f"{gone} ended before the others" if gone else last
         printed = f": {last}" if last and code else ""  # the last words of a failure say why
         if self._pipes:
-            return RunEnded("crashed", f"the command {ended}{printed}", code, own=code > 0)
+            named = several and (gone or self.command.first_failed)
+            said = f"{last}; the command {ended}" if named else f"the command {ended}{printed}"
+            return RunEnded("crashed", said, code, own=code > 0)
         mend = FIX_HINT if code else "give a command that trains for longer"
         said = "" if note and code > 0 else printed  # a killed rank leaves no note
         never = self._why_no_steps(f"the command {ended}{said}", mend)
