@@ -14,7 +14,7 @@ from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-CEILINGS = {"tuners": 16_564, "cache": 5_190, "advisor": 14_240, "tests": 29_422}
+CEILINGS = {"tuners": 16_540, "cache": 5_136, "advisor": 14_238, "tests": 29_305}
 """Lines of Python. The aims are 14,000, 5,000, 11,000 and 24,000."""
 
 
