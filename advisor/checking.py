@@ -20,6 +20,7 @@ from advisor.tuners.act.pilot.protocol import Limit
 from advisor.tuners.act.pilot.script_facts import ScriptFacts
 from advisor.tuners.decisions import SLOW_TURN_S
 from advisor.tuners.knobs import COMPILE, FORMATS, LAYOUTS, SAVING, described_own
+from advisor.tuners.measure.run import rank_shares
 from advisor.tuners.measure.run.run import Run
 from advisor.tuners.measure.run.session import RunEnded
 from advisor.tuners.measure.runner import ConfigFailed
@@ -89,12 +90,14 @@ def check(
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
     """What slows a script down: `found`, the largest gain first, none below 2%; over `seconds`, in
-    which it made `steps_per_s`. `ended`: why it ended before the budget was over; ''."""
+    which it made `steps_per_s`. `ended`: why it ended before the budget was over; ''. `of_ranks`:
+    as of `rank_shares.line`, if it has several."""
 
     found: tuple[Limit, ...]
     steps_per_s: float
     seconds: float
     ended: str
+    of_ranks: str
 
 
 def checked_run(
@@ -118,6 +121,7 @@ def limits_of(command: Sequence[str], plan: Plan, cache: Cache, progress: Progre
             step_s = Visitor(run, run.baseline, clock, lambda _config: None).begin().step_s
         except ConfigFailed as exc:
             raise WorkerError(f"its steps were not timed: {exc}; {clock.larger}") from exc
+        ranks = run.rank_steps(deadline_s=clock.deadline_s)
         began, found, ended, until = clock.now(), tuple[Limit, ...](), "", 0.0
         while clock.left_s > 0:
             steps = max(1, round(min(SLOW_TURN_S, clock.left_s) / step_s))
@@ -129,9 +133,14 @@ def limits_of(command: Sequence[str], plan: Plan, cache: Cache, progress: Progre
         if not until:
             why = f"its steps were not observed: {ended or 'the budget was over'}"
             raise WorkerError(f"{why}; have it train for longer, or {clock.larger}")
-        ordered = tuple(sorted(found, key=lambda one: -one.gain))
-        seconds = until - began
-        return Limits(found=ordered, steps_per_s=1 / step_s, seconds=seconds, ended=ended)
+        ordered = tuple(sorted((*rank_shares.limits(ranks), *found), key=lambda one: -one.gain))
+        return Limits(
+            found=ordered,
+            steps_per_s=1 / step_s,
+            seconds=until - began,
+            ended=ended,
+            of_ranks=rank_shares.line(ranks),
+        )
 
 
 @contextmanager

@@ -29,6 +29,8 @@ from advisor.store import Store
 from advisor.tuners import environment, fp8
 from advisor.tuners.decisions import WORTH
 from advisor.tuners.knobs import OFFLOAD
+from advisor.tuners.measure.run import rank_shares
+from advisor.tuners.measure.run.run import Run
 from advisor.tuners.measure.run.session import ran_out_of_memory
 from advisor.tuners.scratch import ScratchFolder
 from advisor.tuners.search.batch_sizes import OTHER_BATCH, BatchSizes
@@ -43,6 +45,8 @@ from advisor.workload import AnyWorkload, OpenWorkload, RunWorkload, TargetWorkl
 LOADER_S, LOADER_SHARE = 25.0, 0.25
 """Seconds reserved to tune a workload's loader (two turns of a second for some ten settings), or to
 measure a run's other batches, and the largest share of the budget for it."""
+PROFILE_S = 10.0
+"""Seconds that a look at the ranks of a job may take after the search."""
 MAX_TRIED_FIRST = 2
 """The most configs of similar records that are tried first."""
 
@@ -286,6 +290,8 @@ class Tuning:
         tuner = Tuner(runner, space, study, options, self.progress, clock)
         self._tell_start(tuner.known)
         found = tuner.run()
+        if not found.interrupted and (limited := self._limited(clock)):
+            found = dataclasses.replace(found, remarks=(*found.remarks, limited))
         if space.inputs and not found.interrupted:
             clock.release()
             step = next(w.choice.config for w in found.winners if w.use == LOOP and not w.free)
@@ -295,6 +301,13 @@ class Tuning:
             self.progress.phase("other batches, on a recorded step")
             found = BatchSizes(run, self.opened.seen, clock).add_to(found)
         return found
+
+    def _limited(self, clock: Clock) -> str:
+        """What limits a job of several ranks, after the last timed step: a profiler may leave traces
+        in the process; '' for others."""
+        run, seconds = self.opened.runner, max(PROFILE_S, clock.deadline_s)
+        ranks = run.rank_steps(deadline_s=seconds) if isinstance(run, Run) else ()
+        return rank_shares.line(ranks)
 
     def _first_guesses(self, similar: Sequence[SimilarRecord]) -> list[Config]:
         """Winners of similar records: stale ones, of other shapes or devices, of one family."""

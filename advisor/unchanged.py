@@ -21,7 +21,7 @@ from advisor.cache.records import Records
 from advisor.cache.stores.filesystem import write_whole
 from advisor.command_snippets import device_for
 from advisor.errors import AdvisorError
-from advisor.tuners.environment import detect
+from advisor.tuners.environment import detect, interconnect
 from advisor.tuners.search.plan import Plan, suffices
 
 WATCHED = (".py", ".sh", ".yaml", ".yml", ".toml", ".ini", ".cfg")
@@ -67,7 +67,12 @@ class CommandCall:
                 return None
             record = self.records.get(kept["record"])
             key = record.key
-            here = Query(environment=detect(device_for(record)), threads=key.threads)
+            device, ranks = device_for(record), key.task.processes
+            here = Query(
+                environment=detect(device),
+                threads=key.threads,
+                interconnect=interconnect(device, ranks),
+            )
             same = key.task.command == self.command and compare(here, key)[0] == "exact"
             if same and record.compares and not too_little(record, self.plan):
                 return record

@@ -259,6 +259,7 @@ def _key(task: Task, where: Environment, seen: Facts | ScriptFacts, hooks: str =
         task=task,
         libraries=seen.libraries,
         threads=seen.threads if where.device.kind == "cpu" else 0,
+        interconnect=seen.interconnect if isinstance(seen, ScriptFacts) else "",
     )
 
 

@@ -56,7 +56,8 @@ class Environment:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Key:
     """`model`: fingerprint in hex; `hooks`: that of the target's make_batch and loss, or '';
-    `libraries`: those of the model's classes, as 'torchvision==0.26.0'; `threads`: on a CPU."""
+    `libraries`: those of the model's classes, as 'torchvision==0.26.0'; `threads`: on a CPU;
+    `interconnect`: of a job's ranks, as '8 per host, NVLink', else ''."""
 
     environment: Environment
     model: Fingerprint
@@ -64,6 +65,7 @@ class Key:
     hooks: Hex = ""
     libraries: tuple[str, ...] = ()
     threads: Count = 0
+    interconnect: str = ""
 
     @property
     def digest(self) -> str:
@@ -81,8 +83,8 @@ _SOFTWARE = tuple(f"software.{field.name}" for field in dataclasses.fields(Softw
 _GETTERS = {name: attrgetter(name) for name in (*_DEVICE, *_SOFTWARE)}
 
 PLACE = ("model", "hooks", *_DECIDING, *_DEVICE)  # a difference makes a lookup miss
-VARIANT = (*_SOFTWARE, "libraries", "threads")  # a difference makes a record stale
-ADDED = {name: row.default for name, row in _DECIDING.items() if row.added}
+VARIANT = (*_SOFTWARE, "libraries", "threads", "interconnect")  # a difference makes a record stale
+ADDED = {name: row.default for name, row in _DECIDING.items() if row.added} | {"interconnect": ""}
 """Fields that the first keys did not have, with the defaults that these keys mean."""
 
 Field = Value | tuple[str, ...] | tuple[int, ...]
@@ -95,7 +97,8 @@ def of_environment(environment: Environment) -> dict[str, Any]:
 def fields(key: Key) -> dict[str, Any]:
     """Every field of a key under its name, in the order of PLACE and VARIANT."""
     found = of_environment(key.environment) | key.task.decisive
-    found |= {name: getattr(key, name) for name in ("model", "hooks", "libraries", "threads")}
+    own = ("model", "hooks", "libraries", "threads", "interconnect")
+    found |= {name: getattr(key, name) for name in own}
     return {name: found[name] for name in (*PLACE, *VARIANT)}
 
 

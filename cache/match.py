@@ -41,12 +41,14 @@ class Query:
         given: checked fields of a Task by name.
         model: its fingerprint; None if there is only a name.
         threads: number that torch uses on this CPU; 0 on another device.
+        interconnect: as of a Key; None if it is not known.
     """
 
     environment: Environment
     given: Mapping[str, Any] = field(default_factory=dict)
     model: str | None = None
     threads: int = 0
+    interconnect: str | None = None
 
     @property
     def batch(self) -> int | None:
@@ -64,6 +66,7 @@ class Query:
         """The wanted fields of a key by name. Libraries are missing: only a record names them."""
         known = rows(Task)
         found: dict[str, Any] = {"model": self.model, "threads": self.threads}
+        found["interconnect"] = self.interconnect
         found |= {name: value for name, value in self.given.items() if known[name].decides}
         if shapes := self.given.get("shapes"):
             found["shapes"] = shapes if len(shapes) > 1 else shapes[0][1:]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import os
 import platform
 import re
@@ -124,6 +125,36 @@ def _users(nvml: Any, handle: Any) -> tuple[int, ...]:
         return tuple(int(one.pid) for one in nvml.nvmlDeviceGetComputeRunningProcesses(handle))
     except nvml.NVMLError:  # a slice, or a driver that does not tell
         return ()
+
+
+def interconnect(device: str, processes: int) -> str:
+    """How the ranks of this job reach each other, as '8 per host, NVLink', or '4 per host, PCIe,
+    network'; '' for one process. Only as far as NVML and NCCL's variables tell."""
+    if processes < 2:
+        return ""
+    local = env_int("LOCAL_WORLD_SIZE", processes)
+    parts = [f"{local} per host", _links(local) if device.startswith("cuda") and local > 1 else ""]
+    return ", ".join(filter(None, [*parts, "network" * (local < processes)]))
+
+
+def _links(ranks: int) -> str:
+    """What connects the GPUs of this host's ranks; '' if NVML does not tell."""
+    if env_int("NCCL_P2P_DISABLE", 0):
+        return "host memory"
+    if (nvml := _nvml()) is None:
+        return ""
+    try:
+        cards = [card for _, card in _visible(nvml)][:ranks]
+        if len(cards) < ranks:  # a launcher shows each rank only its own GPU
+            cards = [nvml.nvmlDeviceGetHandleByIndex(n) for n in range(nvml.nvmlDeviceGetCount())]
+        index = nvml.NVML_P2P_CAPS_INDEX_NVLINK
+        found = {
+            nvml.nvmlDeviceGetP2PStatus(one, other, index) == nvml.NVML_P2P_STATUS_OK
+            for one, other in itertools.combinations(cards, 2)
+        }
+    except nvml.NVMLError:  # of MIG slices, or in a container that hides this
+        return ""
+    return " and ".join(["NVLink"] * (True in found) + ["PCIe"] * (False in found))
 
 
 def allocated(device: torch.device) -> int:

@@ -24,6 +24,11 @@ _OUT_OF_MEMORY = re.compile(
     r"out of memory|(cudnn|cublas|cusolver)_status_alloc_failed|can(not|'t) allocate memory"
     r"|not enough memory|there is no memory|std::bad_alloc"
 )
+# Messages of gloo, NCCL and the store of a process group.
+_RANK_LOST = re.compile(
+    r"connection (?:was likely )?closed|connection reset by peer|broken pipe|remote process exit",
+    re.IGNORECASE,
+)
 _FULL = "perhaps /dev/shm is full"
 _FORK = 'DataLoader(multiprocessing_context="fork") needs no pickling'
 _SPAWN = 'DataLoader(multiprocessing_context="spawn") starts workers that may use CUDA'
@@ -75,6 +80,8 @@ def failure(exc: BaseException) -> tuple[str, str]:
         said = f"in a worker: {[first, *more][-1]}{at}"
     elif dead := _DEAD.findall(_chain(exc)):
         said = f"a worker {dead[-1].strip()}"
+    elif lost := lost_rank(exc):
+        said = f"another rank is gone ({lost})"
     elif _ended_early(exc):
         said = "a worker ended before its batch was taken"
     else:
@@ -96,6 +103,12 @@ def says_out_of_memory(text: str) -> bool:
     return bool(_OUT_OF_MEMORY.search(text.lower()))
 
 
+def lost_rank(exc: BaseException) -> str:
+    """How an exception says that another rank is gone: 'Connection closed'; '' if it does not."""
+    found = _RANK_LOST.search(str(exc)) if isinstance(exc, RuntimeError) else None
+    return found[0] if found else ""
+
+
 def is_config_error(exc: BaseException) -> bool:
     """Whether an exception comes from a config and hardly ever from a script."""
     compiling = ("torch._dynamo", "torch._inductor")
@@ -106,7 +119,7 @@ def is_config_error(exc: BaseException) -> bool:
 def may_be_config_error(exc: BaseException) -> bool:
     """Whether a config may be the cause: PyTorch raises the types below. A script that raises one
     by a statement of its own, as if a disk is full, is itself the cause."""
-    if type(exc) not in (RuntimeError, NotImplementedError):
+    if type(exc) not in (RuntimeError, NotImplementedError) or lost_rank(exc):
         return is_config_error(exc)
     last = exc.__traceback__
     while last is not None and last.tb_next is not None:

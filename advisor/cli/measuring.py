@@ -419,6 +419,8 @@ def _limits(command: tuple[str, ...], given: Mapping[str, Any]) -> Parts:
 
     found = limits_of(command, plan, given["cache"], progress_of(on_event))
     yield f"your unmodified script makes {rate(found.steps_per_s)} steps/s"
+    if found.of_ranks:
+        yield found.of_ranks
     if found.ended:
         yield f"it was observed for only {found.seconds:.0f} s: {found.ended}"
     for one in found.found:
@@ -430,6 +432,7 @@ def _limits(command: tuple[str, ...], given: Mapping[str, Any]) -> Parts:
         yield "nothing was found that slows it down by 2% and that no setting can fix"
     document: dict[str, Any] = {
         "limits": [to_plain(one) for one in found.found],
+        "of_ranks": found.of_ranks,
         "ended": found.ended,
     }
     document |= {"steps_per_s": found.steps_per_s, "observed_s": found.seconds}

@@ -47,7 +47,7 @@ from advisor.resolve.target_resolver import CODE, TargetResolver
 from advisor.store import Store
 from advisor.tuners import knobs
 from advisor.tuners.act.advice_usage import EXACT, STALE, Served
-from advisor.tuners.act.ranks import Group
+from advisor.tuners.act.ranks import Group, named
 from advisor.tuners.environment import detect, tools
 from advisor.tuners.target import EDITED
 
@@ -370,13 +370,13 @@ def known_to_any_rank(fault: str) -> str:
     return fault
 
 
-def warn(message: str) -> None:
-    """Show a message as a warning, on rank 0 only. The warning names the user's own line, if
-    any."""
+def warn(message: str, *, speaks: bool | None = None) -> None:
+    """Show a message as a warning, on rank 0 only (or where `speaks`). The warning names the user's
+    own line, if any."""
     message = printable(message)  # parts may come from a store
     if not message:
         return
-    if not _speaks():
+    if not (_speaks() if speaks is None else speaks):
         _log.debug("%s", message)
         return
     level, frame = 2, sys._getframe().f_back
@@ -392,6 +392,19 @@ def warn_in_hook(message: str) -> None:
         warn(message)
     except AdvisorWarning:
         tell(message)
+
+
+def warn_of_failure(message: str) -> None:
+    """As `warn_in_hook`, on the rank that fails first, which it names."""
+    group, first = Group.current(), True
+    if group is not None:
+        with contextlib.suppress(RuntimeError):  # the store is gone
+            first = group.store.add("advisor/failed", 1) == 1
+    message = f"{named()}{message}"
+    try:
+        warn(message, speaks=first)
+    except AdvisorWarning:
+        sys.stderr.write(f"advisor: {printable(message)}\n")
 
 
 def tell(message: str) -> None:

@@ -16,14 +16,21 @@ from advisor.errors import AdvisorError, NoRecord
 from advisor.resolve import tracking
 from advisor.resolve.commands import CommandOverrides, saves_memory
 from advisor.resolve.failures import Failures
-from advisor.resolve.lookups import GOES_ON, known_to_any_rank, look_up, serve, warn_in_hook
+from advisor.resolve.lookups import (
+    GOES_ON,
+    known_to_any_rank,
+    look_up,
+    serve,
+    warn_in_hook,
+    warn_of_failure,
+)
 from advisor.resolve.request import Request
 from advisor.tuners import knobs
 from advisor.tuners.act.advice_usage import defer_to_pilot, disclaim_other_models, is_followed
 from advisor.tuners.act.pilot.protocol import BlockRequest, BlockResult
 from advisor.tuners.act.pilot.script_facts import ScriptFacts
 from advisor.tuners.act.process_flags import PROCESS_FLAGS
-from advisor.tuners.faults import failure, is_out_of_memory, may_be_config_error, stopped
+from advisor.tuners.faults import failure, is_out_of_memory, lost_rank, may_be_config_error, stopped
 
 _log = logging.getLogger("advisor")
 
@@ -88,7 +95,8 @@ class RecordGuide:
         task = seen.task(self._command, asked.given)
         self._seen, self._failures = seen, Failures(asked.cache, seen.model, task)
         own_batch = overrides.own_batch if overrides and overrides.batch == task.batch else None
-        shown = {"model": seen.model, "device": seen.device, "threads": seen.threads}
+        names = ("model", "device", "threads", "interconnect")
+        shown = {name: getattr(seen, name) for name in names}
         self._wanted = asked.of_run(task, own_batch, **shown)
         advice = serve(self._wanted, strict=self._strict)
         self._strict = False  # only for the run's first model
@@ -156,14 +164,14 @@ class RecordGuide:
             raise NoRecord(str(exc)) from exc
         if is_out_of_memory(exc) and self._request.config == self._request.own:
             line = f"advisor fit -- {shlex.join(self._command)}"
-            warn_in_hook(f"memory ran out; to find the fastest way to train that fits: {line}")
+            warn_of_failure(f"memory ran out; to find the fastest way to train that fits: {line}")
         if why in ("untrained", "unclear", "over"):
             warn_in_hook(f"{exc}{_UNTRAINED if why == 'untrained' else f'. {GOES_ON}'}")
 
     def script_failed(self, exc: BaseException, request: BlockRequest) -> None:
         noted = any(note.startswith(NOTED) for note in getattr(exc, "__notes__", ()))
         if may_be_config_error(exc) and not noted:  # else `backward_failed` has reported it
-            warn_in_hook(f"the script ended {self._blame(exc, request)}")
+            warn_of_failure(f"the script ended {self._blame(exc, request)}")
 
     def config_dropped(self, exc: BaseException) -> None:
         if stopped(exc) == "unfed":  # the loader's part was dropped; the rest stays in force
@@ -173,13 +181,16 @@ class RecordGuide:
             self.finish(fed, own, _without(left, str(exc), self._reason, alone=fed == own))
             return
         self._dropped = True
-        warn_in_hook(
+        warn_of_failure(
             f"the advice failed ({type(exc).__name__}: {exc}). The failed call is repeated without "
             "it, and training goes on without it"
         )
 
     def backward_failed(self, exc: Exception, request: BlockRequest) -> None:
         self._dropped = True
+        if lost := lost_rank(exc):
+            exc.add_note(f"{NOTED}another rank is gone ({lost}), so this one ends too")
+            return
         exc.add_note(f"{NOTED}backward raised this {self._blame(exc, request)}")
 
     def _blame(self, exc: BaseException, request: BlockRequest) -> str:

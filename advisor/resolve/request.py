@@ -44,6 +44,7 @@ class Request:
         use: how the script uses advice; `fits`: whether it can follow a config.
         plan: the length of the job.
         model, threads: those of a run; None for those of the target and this process.
+        interconnect: that of a run's ranks; None for any.
         quiet: do not report a miss, because a pilot or a search then takes over.
         wrong: the fault of a wrong argument, which the lookup raises.
     """
@@ -59,6 +60,7 @@ class Request:
     cache: Cache = None
     model: str | None = None
     threads: int | None = None
+    interconnect: str | None = None
     quiet: bool = False
     wrong: Exception | None = None
 
@@ -164,6 +166,7 @@ class Request:
             given=self.given,
             model=model,
             threads=environment.own_threads() if threads is None else threads,
+            interconnect=self.interconnect,
         )
 
 

@@ -95,7 +95,7 @@ def test_an_added_field_at_its_default_keeps_the_digest() -> None:
 @pytest.mark.usefixtures("added_field")
 def test_a_record_without_the_added_field_is_read(store: ByteStore) -> None:
     content = to_plain(record())
-    del content["key"]["task"]["script"]
+    del content["key"]["task"]["script"], content["key"]["interconnect"]
     data = make_envelope(msgpack.packb(content))
     records = Records(store)
     store.put(Name.of(record(), data).text, data)

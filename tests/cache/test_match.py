@@ -47,6 +47,11 @@ def test_each_key_field_decides_between_miss_and_compatible(name: str) -> None:
         ),
         (replace(ANY, model="cd" * 32), "miss", ["model abababababab -> cdcdcdcdcdcd"]),
         (replace(ANY, threads=8), "compatible", ["threads 0 -> 8"]),
+        (
+            replace(ANY, interconnect="2 per host, PCIe"),  # KEY does not say, as old records
+            "compatible",
+            ["interconnect none -> 2 per host, PCIe"],
+        ),
         (query_with(device="cuda:3", model_args=Config(a=1)), "exact", []),
     ],
 )
@@ -62,6 +67,17 @@ def test_another_device_is_reported_by_name_only(kind: str) -> None:
     other = changed(changed(other, "device.name", "NVIDIA A100"), "device.kind", kind)
     _, differs = compare(KEY, other)
     assert list(map(str, differs)) == ["device name NVIDIA A100 -> NVIDIA H200"]
+
+
+def test_a_record_of_another_interconnect_is_stale() -> None:
+    """It is served only if there is none of this interconnect, and names the difference."""
+    here, there = (record(key=changed(KEY, "interconnect", f"2 per host, {n}")) for n in "ab")
+    assert len({here.id, there.id, record().id}) == 3
+    query = replace(ANY, interconnect="2 per host, a")
+    assert (best(query, [there, here]).kind, best(query, [there, here]).record) == ("exact", here)
+    found = best(query, [there])
+    assert (found.kind, found.record) == ("compatible", there)
+    assert [*map(str, found.differs)] == ["interconnect 2 per host, b -> 2 per host, a"]
 
 
 WANTED = replace(ANY, model=KEY.model, given={"mode": "train", "optimizer": "sgd"})

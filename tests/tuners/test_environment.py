@@ -62,6 +62,7 @@ class FakeNvml:
     NVMLError = NVMLError
     NVML_CLOCK_SM = 1
     NVML_COMPUTEMODE_DEFAULT = 0
+    NVML_P2P_CAPS_INDEX_NVLINK, NVML_P2P_STATUS_OK = 2, 0
 
     def __init__(self, *cards: Card, fails: tuple[str, ...] = ()) -> None:
         self.cards, self.fails = cards, fails
@@ -82,6 +83,10 @@ class FakeNvml:
 
     def nvmlDeviceGetCount(self) -> int:
         return len(self.cards)
+
+    def nvmlDeviceGetP2PStatus(self, one: Card, other: Card, index: int) -> int:
+        assert index == self.NVML_P2P_CAPS_INDEX_NVLINK
+        return 0 if one["bridge"] == other["bridge"] else 5
 
     def nvmlDeviceGetHandleByIndex(self, n: int) -> Card:
         return self.cards[n]
@@ -302,6 +307,43 @@ def test_gpus_list_their_processes(machine: Machine) -> None:
     assert (one.uuid, one.name, one.users) == ("GPU-a", "NVIDIA H200", (os.getpid(), 2**22 + 1))
     assert one.used_by.startswith(f"{os.getpid()} (") and one.used_by.endswith(f", {2**22 + 1}")
     assert other.used_by == ""
+
+
+@pytest.mark.parametrize(
+    ("bridges", "visible", "variables", "said"),
+    [
+        ("aa", None, {}, "2 per host, NVLink"),
+        ("ab", None, {}, "2 per host, PCIe"),
+        ("aabb", None, {"LOCAL_WORLD_SIZE": "2"}, "2 per host, NVLink, network"),
+        ("aabb", None, {}, "4 per host, NVLink and PCIe"),
+        ("abab", "0,2,1,3", {"LOCAL_WORLD_SIZE": "2"}, "2 per host, NVLink, network"),
+        ("aaaa", "0", {}, "4 per host, NVLink"),  # each rank sees one GPU
+        ("aaaa", None, {"LOCAL_WORLD_SIZE": "1"}, "1 per host, network"),
+        ("aa", None, {"NCCL_P2P_DISABLE": "1"}, "2 per host, host memory"),
+    ],
+)
+def test_interconnect_of_a_job(
+    bridges: str,
+    visible: str | None,
+    variables: dict[str, str],
+    said: str,
+    machine: Machine,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    machine(FakeNvml(*(h200(f"GPU-{n}", bridge=one) for n, one in enumerate(bridges))), visible)
+    for name in ("LOCAL_WORLD_SIZE", "NCCL_P2P_DISABLE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    ranks = 2 if len(bridges) == 2 else 4
+    assert environment.interconnect("cuda:0", ranks) == said
+    assert environment.interconnect("cuda:0", 1) == ""
+    assert environment.interconnect("cpu", ranks).split(", ")[0] == said.split(", ")[0]
+
+
+def test_an_interconnect_that_nvml_hides_is_left_out(machine: Machine) -> None:
+    machine(FakeNvml(h200(), h200("GPU-b"), fails=("nvmlDeviceGetP2PStatus",)))
+    assert environment.interconnect("cuda:0", 2) == "2 per host"
 
 
 def test_workers_are_limited_by_cores_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ through the process group's store, which needs no device, no pickle and no commu
 from __future__ import annotations
 
 import itertools
+import os
 import sys
 from collections import Counter
 from datetime import timedelta
@@ -48,6 +49,13 @@ class Group(NamedTuple):
             self.store.set(key, b"1")
             return True
         return waits and self.get(key, AWAITED_S) is not None
+
+
+def named() -> str:
+    """'rank 1: ' in a job of several ranks, else ''."""
+    group = Group.current()
+    alone = group is None and os.environ.get("WORLD_SIZE", "1") == "1"
+    return "" if alone else f"rank {group.rank if group else os.environ.get('RANK', '?')}: "
 
 
 def compare(digest: str) -> bool:

@@ -58,6 +58,7 @@ class LimitObserver:
                 with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as p:
                     yield from range(LOOK_STEPS)
                 work = (one for one in p.events() if not getattr(one, "is_user_annotation", False))
+                work = (one for one in work if "nccl" not in one.name.lower())
                 times = (n.time_range.elapsed_us() for n in work if n.device_type.name == "CUDA")
                 self._busy_s = sum(times) / 1e6 / LOOK_STEPS
         for self._step in range(sys.maxsize):

@@ -117,6 +117,7 @@ class Pilot:
         self._flops: StepFlops | None = None  # while a step is counted
         self._counted = Config()  # once a step was counted
         self._limits: Any = None  # a LimitObserver, once asked for
+        self._exchange: Any = None  # an ExchangeTimer, while a block is profiled
         self._fresh = self._cut = self._flags_released = False
         self._verdict: Verdict = OK
         self._losses = LossObserver()
@@ -145,6 +146,9 @@ class Pilot:
             self._flops.end(0)
         if self._limits is not None:
             self._limits.close()
+        if self._exchange is not None:
+            self._exchange.end(0, 0.0, 0.0)
+            self._exchange = None
         if self._switch is not None:
             self._switch.release()
             self._switch = None
@@ -367,6 +371,10 @@ class Pilot:
             losses=self._losses.taken(),
             limits=() if self._limits is None else self._limits.found(),
         )
+        if self._exchange is not None:
+            ended, self._exchange = self._exchange.end, None
+            steps = ended(found.steps, found.seconds, found.waited_s)
+            found = dataclasses.replace(found, ranks=steps)
         asked, comparer = self._request.compare, self._comparer
         more = comparer.measured if comparer and asked and asked.passes else {}
         return dataclasses.replace(found, **more)
@@ -387,6 +395,8 @@ class Pilot:
         EXTRA_TIME.counts = self._request.steps > 0
         self._loaders.begin_block()
         self._joules = environment.energy_j(self._seen.device) if self._request.steps else 0.0
+        if self._exchange is not None:
+            self._exchange.begin()
         self._began = time.perf_counter()
 
     def _follow(self, switch: ConfigSwitch, request: BlockRequest) -> None:
@@ -414,6 +424,10 @@ class Pilot:
         if request.losses:
             self._losses.begin()
         self._warm = request.warm
+        if request.ranks:
+            from advisor.tuners.act.pilot.exchange import ExchangeTimer
+
+            self._exchange = ExchangeTimer(self._device)
         self._begin_block()
         if request.limits:
             from advisor.tuners.act.pilot.limits import LimitObserver

@@ -65,6 +65,7 @@ class BlockRequest:
     saves: str = ""  # a file to save compiled code to
     losses: bool = False  # report the losses of all steps
     limits: bool = False  # report what slows the unmodified script down
+    ranks: bool = False  # report what the timed steps wait for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +78,16 @@ class Limit:
     line: Count
     seconds: Seconds
     gain: PositiveRatio
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankStep:
+    """A step of one rank. `waits_s`: in exchanges while nothing is computed: for the data to
+    arrive, and before that for ranks that come later. `loads_s`: for the loader."""
+
+    step_s: Seconds
+    waits_s: Seconds
+    loads_s: Seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +119,7 @@ class BlockResult(TimedSteps):
     faults: tuple[str, ...] = ()  # of the unmodified script, as sentences, once it is checked
     watches: bool = False  # whether later steps may show another fault
     limits: tuple[Limit, ...] = ()  # over all such requests
+    ranks: tuple[RankStep, ...] = ()  # of this process, if asked for
 
 
 class Guide(Protocol):
@@ -214,20 +226,30 @@ class PilotClient:
         return self._ask("lap", result)
 
     def failed(self, exc: BaseException) -> None:
-        from advisor.tuners.faults import UNSTEPPED, failure, may_be_config_error, stopped
+        from advisor.tuners.act import ranks
+        from advisor.tuners.faults import (
+            UNSTEPPED,
+            failure,
+            lost_rank,
+            may_be_config_error,
+            stopped,
+        )
 
         why = stopped(exc)
         if why == "brief":
             return
-        own = not (why or may_be_config_error(exc))
+        own = not (why or lost_rank(exc) or may_be_config_error(exc))
         outcome, said = failure(exc)
+        if not why:
+            said = ranks.named() + said
         if why in (TRAINING_OVER, UNCLEAR):
             outcome = why
         if why in (UNCLEAR, "broken"):
             self._connect()
         if self._pipe is not None:
             with contextlib.suppress(OSError):
-                send(self._pipe, {"failed": {"outcome": outcome, "reason": said, "own": own}})
+                told = {"outcome": outcome, "reason": said, "own": own}
+                send(self._pipe, {"failed": told | {"follows": bool(lost_rank(exc))}})
         # It may be a helper process, whose failure need not end the run. The first note stays: a
         # parent process that fails because of its child says less.
         elif startup_failure(self._address) in (None, "", UNSTEPPED):

@@ -13,7 +13,7 @@ from advisor.cache import key as keys
 from advisor.cache.config import BATCH, Config, Value
 from advisor.cache.task import DTYPES, Task
 from advisor.errors import printable
-from advisor.tuners import fingerprint, knobs
+from advisor.tuners import environment, fingerprint, knobs
 from advisor.tuners.act.pilot.loop_observer import VARIES, Input, LoopObserver, TrainedModel
 from advisor.tuners.act.pilot.parts import MICRO
 from advisor.tuners.act.pilot.switch import replicates
@@ -56,6 +56,7 @@ class ScriptFacts:
     workers: int  # that its loader may get at most
     room: int  # as in `LoaderFacts`
     memory: Config = Config()  # noqa: RUF009 # immutable; as in `breakdown`
+    interconnect: str = ""  # as in a Key
 
     @classmethod
     def of(cls, observer: LoopObserver, loading: LoaderFacts, saves: bool = False) -> ScriptFacts:
@@ -88,6 +89,7 @@ class ScriptFacts:
             workers=loading.most,
             room=loading.room,
             memory=breakdown(trained, observer.optimizers, device),
+            interconnect=environment.interconnect(str(device), processes),
         )
 
     def task(self, command: Sequence[str], given: Mapping[str, object]) -> Task:

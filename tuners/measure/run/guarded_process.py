@@ -23,6 +23,8 @@ KEPT_OUT = (
     "the command sets PYTHONPATH itself, which keeps advisor out of it; add the value that is "
     "there, as in PYTHONPATH=.:$PYTHONPATH"
 )
+# The table that torchrun prints at its end.
+_ROOT_CAUSE = re.compile(r"Root Cause .*?\n *rank +: (\d+).*?\n *exitcode +: (-?\d+)", re.DOTALL)
 _ISOLATED = re.compile(r"-[A-Za-z]*[IES][A-Za-z]*")
 _REPLACES = re.compile(r"^[^#\n]*\bPYTHONPATH=(?!\S*\$\{?PYTHONPATH)", re.MULTILINE)
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=.*", re.DOTALL)
@@ -48,7 +50,9 @@ class GuardedProcess:
         pipe: int = -1,
         memory: int = 0,
     ) -> None:
-        self.over = 0  # bytes held, if the guard ended the command for that; from `exit_report`
+        # Both from `exit_report`: bytes held, if the guard ended the command for that; the rank
+        # that failed first and its exit code, if torchrun said so.
+        self.over, self.first_failed = 0, list[tuple[str, str]]()
         theirs, self._lifeline = os.pipe()
         try:
             self._process = subprocess.Popen(
@@ -87,6 +91,7 @@ class GuardedProcess:
             return 1, ""
         self.over = report["over"]
         said = report["words"].splitlines()
+        self.first_failed = _ROOT_CAUSE.findall(report["words"])[-1:]
         lines = [line.strip() for line in said if any(map(str.isalnum, line))]
         return report["code"], lines[-1][:300] if lines else ""
 

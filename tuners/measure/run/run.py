@@ -22,10 +22,12 @@ from advisor.tuners.act.pilot.protocol import (
     BlockRequest,
     CompareRequest,
     Limit,
+    RankStep,
 )
 from advisor.tuners.act.pilot.script_facts import ScriptFacts
 from advisor.tuners.decisions import HEADROOM, START_S, STARTS
 from advisor.tuners.measure.run.mapped_options import MappedOptions
+from advisor.tuners.measure.run.rank_shares import PROFILED_STEPS, steps_to_profile
 from advisor.tuners.measure.run.session import (
     AttachedScript,
     CommandProcess,
@@ -216,6 +218,17 @@ class Run:
         request = BlockRequest(config=own, own=own, steps=steps, limits=True)
         return self._running(own, until).results(request, until)[0].limits
 
+    def rank_steps(self, *, deadline_s: float) -> list[RankStep]:
+        """As `PilotSession.rank_steps`, of the unmodified script; [] if it ends meanwhile."""
+        own, until = self.baseline, time.monotonic() + deadline_s
+        if self._processes < 2:
+            return []
+        with suppress(RunEnded, ConfigFailed):
+            at = self._running(own, until)
+            short = BlockRequest(config=own, own=own, steps=PROFILED_STEPS, warm=2)
+            return at.rank_steps(steps_to_profile(at.block(short, until).step_s), own, until)
+        return []
+
     def _attempt(
         self, config: Config, deadline_s: float, act: Callable[[PilotSession, float], T]
     ) -> T:
@@ -377,6 +390,9 @@ class AttachedRun(Run):
         """Have the script train on with a config, to its end; `found`: see `BlockRequest`."""
         session = self._running(config, time.monotonic() + START_S)
         session.tell(BlockRequest(config=config, own=self.baseline, found=found))
+
+    def rank_steps(self, *, deadline_s: float) -> list[RankStep]:
+        return []  # a real run is not profiled
 
     def stop(self) -> None:
         """Do nothing: the script is the user's, and goes on; see `leave`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import os
 import secrets
 import socket
@@ -15,7 +16,7 @@ from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, Listener, wait
 from pathlib import Path
 from types import MappingProxyType
-from typing import TypeVar
+from typing import Any, TypeVar, cast
 
 from advisor.cache.codec import from_plain, to_plain
 from advisor.cache.config import Config
@@ -27,6 +28,7 @@ from advisor.tuners.act.pilot.protocol import (
     TRAINING_OVER,
     BlockRequest,
     BlockResult,
+    RankStep,
     injection_environment,
     receive,
     send,
@@ -47,7 +49,9 @@ from advisor.tuners.measure.runner import Block, ConfigFailed
 from advisor.tuners.scratch import ScratchFolder
 
 LOG_POLL_S = 0.2  # seconds between two checks of a command, or of its log
-RANKS_S = 60.0  # seconds from the first steps of a job's first process to those of its last
+RANKS_S = 50.0  # seconds from the first steps of a job's first process to those of its last
+CAUSE_S = 2.0  # seconds to hear from other ranks why one lost its connection to another
+LAUNCHER_S = 10.0  # seconds for a launcher to end the other ranks, once one has failed
 GONE = (
     "the process that trained is gone, and the command goes on without it; if the command starts "
     "several programs in turn, give the one that trains"
@@ -145,7 +149,7 @@ class CommandProcess(GuardedProcess):
 class AttachedScript:
     """The script that started this process; has the interface of a CommandProcess."""
 
-    ended, keeps_out, note = False, False, ""
+    ended, keeps_out, note, first_failed = False, False, "", ()
 
     def __init__(self, listening: socket.socket) -> None:
         self.listener = listening
@@ -216,7 +220,7 @@ class PilotSession:
         self, command: CommandProcess | AttachedScript, start_s: float, log: Path | None, real: bool
     ) -> None:
         self.command, self._log, self._real = command, log, real
-        self._pipes: list[Connection] = []
+        self._pipes: dict[Connection, int] = {}  # with ranks
         self.forgotten: list[Config] = []  # each request frees the code of one
         self.faults: dict[str, None] = {}  # of the script, in order
         self.watches = False  # whether later steps may show another fault
@@ -227,6 +231,10 @@ class PilotSession:
         except BaseException:
             self.end()
             raise
+
+    @property
+    def ranks(self) -> list[int]:
+        return [*self._pipes.values()]
 
     def block(self, request: BlockRequest, until: float) -> Block:
         """Have every process make the requested steps; raises ConfigFailed if the config fails."""
@@ -250,17 +258,34 @@ class PilotSession:
         forget = self.forgotten.pop(0) if self.forgotten else None
         self.made += request.warm + request.steps
         self.tell(dataclasses.replace(request, needs_room=self._real, forget=forget))
-        found = [self._receive(pipe, "lap", BlockResult, until) for pipe in self._pipes]
+        answers: dict[Connection, BlockResult] = {}
+        while waits := [pipe for pipe in self._pipes if pipe not in answers]:
+            for pipe in self._ready(waits, until):
+                answers[pipe] = self._receive(pipe, "lap", BlockResult)
+        found = [answers[pipe] for pipe in self._pipes]
+        if len({one.outcome for one in found}) > 1:
+            found = [
+                dataclasses.replace(one, reason=f"rank {rank}: {one.reason}")
+                for rank, one in zip(self.ranks, found, strict=True)
+            ]
         self.faults |= dict.fromkeys(fault for one in found for fault in one.faults)
         self.watches = any(one.watches for one in found)
         return found
+
+    def rank_steps(self, steps: int, own: Config, until: float) -> list[RankStep]:
+        """A step of each rank, in their order; [] unless all could tell."""
+        request = BlockRequest(config=own, own=own, steps=steps, warm=2, ranks=True)
+        results = self.results(request, until)
+        ordered = sorted(zip(self.ranks, results, strict=True), key=lambda one: one[0])
+        found = [one for _rank, result in ordered for one in result.ranks]
+        return found if len(found) == len(results) else []
 
     def tell(self, request: BlockRequest) -> None:
         try:
             for pipe in self._pipes:
                 send(pipe, to_plain(request))
         except OSError:
-            raise self._end_reason() from None
+            raise self._end_reason(pipe) from None
 
     def end(self) -> None:
         """End the command, and everything it started."""
@@ -271,14 +296,19 @@ class PilotSession:
 
     def _all_seen(self, start_s: float) -> ScriptFacts:
         seen: list[ScriptFacts] = []
-        until = time.monotonic() + start_s
+        until, failed_s = time.monotonic() + start_s, math.inf
         while not seen or len(seen) < seen[0].processes:
             while (pipe := self.command.accepted(LOG_POLL_S)) is None:
-                if self.command.ended:
+                now, note = time.monotonic(), self.command.note or ""
+                # One rank's failure is the job's; that of a process of no rank need not be.
+                failed_s = min(failed_s, now + LAUNCHER_S) if note.startswith("rank ") else math.inf
+                if self.command.ended or now > failed_s:
                     raise self._end_reason()
                 if self.command.keeps_out:
                     raise RunEnded("failed", KEPT_OUT)
-                if time.monotonic() > until:
+                for lost in wait([*self._pipes], 0):  # they wait for the others
+                    self._receive(cast(Connection, lost), "lap", BlockResult)
+                if now > until:
                     reason = f"only {len(seen)} of its processes reached their first steps"
                     if not seen:
                         sooner = "give a larger --budget, or a command that trains sooner"
@@ -286,44 +316,82 @@ class PilotSession:
                             f"the command has run for {start_s:.0f} s", sooner
                         )
                     raise RunEnded("timed_out", reason)
-            seen.append(self._receive(pipe, "seen", ScriptFacts, until))
-            self._pipes.append(pipe)
+            self._ready([pipe], until)
+            seen.append(self._receive(pipe, "seen", ScriptFacts))
+            self._pipes[pipe] = seen[-1].rank
             until = min(until, time.monotonic() + RANKS_S)
         return min(seen, key=lambda one: one.rank)
 
-    def _receive(self, pipe: Connection, what: str, cls: type[T], until: float) -> T:
+    def _ready(self, pipes: Sequence[Connection], until: float) -> list[Connection]:
+        """Those that have something to read, as soon as one has."""
+        while not (ready := wait(pipes, LOG_POLL_S)):
+            if self.command.ended and not wait(pipes, 0):
+                raise self._end_reason()
+            if time.monotonic() > until:
+                raise RunEnded("timed_out", "the budget was over before the result came")
+        return cast(list[Connection], ready)
+
+    def _receive(self, pipe: Connection, what: str, cls: type[T]) -> T:
+        """What a process sends next. Raises RunEnded with the cause if it, or another, failed."""
         try:
-            while not pipe.poll(LOG_POLL_S):
-                if self.command.ended and not pipe.poll(0):
-                    raise self._end_reason()
-                if time.monotonic() > until:
-                    raise RunEnded("timed_out", "the budget was over before the result came")
             message = receive(pipe)
             if failed := message.get("failed"):
-                outcome, code = failed["outcome"], int(failed["outcome"] != TRAINING_OVER)
-                raise RunEnded(outcome, failed["reason"], code, own=bool(failed.get("own")))
+                if failed.get("follows"):
+                    raise self._cause(failed, pipe)
+                raise _as_ended(failed)
             return from_plain(cls, message[what])
         except (EOFError, OSError):
-            raise self._end_reason() from None
+            raise self._cause(None, pipe) from None
         except (KeyError, TypeError, ValueError, RecordDamaged) as exc:
             raise RunEnded("crashed", f"the pilot's answer made no sense: {exc}") from exc
 
-    def _end_reason(self) -> RunEnded:
+    def _cause(self, followed: dict[str, Any] | None, pipe: Connection) -> RunEnded:
+        """Why a job ended one of whose processes is gone (`pipe`), or said so of another one: the
+        first failure that does not follow from another one, else the first process that is gone."""
+        lost = None if followed else pipe
+        others, until = {*self._pipes} - {pipe}, time.monotonic() + CAUSE_S
+        while others and (ready := wait([*others], max(0.0, until - time.monotonic()))):
+            for other in cast(list[Connection], ready):
+                try:
+                    failed = receive(other).get("failed")
+                except (EOFError, OSError, ValueError):
+                    others.discard(other)
+                    lost = lost or other
+                    continue
+                if failed and not failed.get("follows"):
+                    return _as_ended(failed)
+                if failed:
+                    others.discard(other)
+                    followed = failed
+        return self._end_reason(lost) if lost or not followed else _as_ended(followed)
+
+    def _end_reason(self, lost: Connection | None = None) -> RunEnded:
         """A RunEnded that says why the command, or one of its processes, is over."""
-        until = time.monotonic() + END_S
+        several = len(self._pipes) > 1
+        until = time.monotonic() + (END_S if len(self._pipes) == 1 else LAUNCHER_S)
         while not self.command.ended and time.monotonic() < until:
             time.sleep(0.05)
-        if not self.command.ended:
-            several = "one of its processes is gone, and others still run"
-            return RunEnded("crashed", GONE if len(self._pipes) == 1 else several)
-        code, last = self.command.exit_report()
-        ended, note = f"ended with {exit_text(code)}", self.command.note
-        note = "" if note == UNSTEPPED else note
+        gone = f"rank {self._pipes[lost]}" if lost in self._pipes and several else ""
+        code, last, ended = 1, "", "goes on without it"
+        if self.command.ended:
+            code, last = self.command.exit_report()
+            ended = f"ended with {exit_text(code)}"
+        elif self._pipes:
+            more = f"{gone or 'a rank'} is gone, and others still run"
+            return RunEnded("crashed", more if several else GONE)
+        note = "" if self.command.note == UNSTEPPED else self.command.note
+        for rank, status in self.command.first_failed:
+            code, last = int(status), f"rank {rank} ended with {exit_text(int(status))}"
+            gone = "" if gone == f"rank {rank}" else gone
+        last = f"{gone} ended before the others" if gone else last
         printed = f": {last}" if last and code else ""  # the last words of a failure say why
         if self._pipes:
-            return RunEnded("crashed", f"the command {ended}{printed}", code, own=code > 0)
+            named = several and (gone or self.command.first_failed)
+            said = f"{last}; the command {ended}" if named else f"the command {ended}{printed}"
+            return RunEnded("crashed", said, code, own=code > 0)
         mend = FIX_HINT if code else "give a command that trains for longer"
-        never = self._why_no_steps(f"the command {ended}{'' if note else printed}", mend)
+        said = "" if note and code > 0 else printed  # a killed rank leaves no note
+        never = self._why_no_steps(f"the command {ended}{said}", mend)
         outcome = "out_of_memory" if says_out_of_memory(note or last) else "failed"
         return RunEnded(outcome, never, code or 1, f"it {ended}{f': {note}' if note else printed}")
 
@@ -343,3 +411,9 @@ class PilotSession:
         mend = mend if mend == FIX_HINT else better
         where = "See its output" if self._log is None else f"Its output is in {self._log}"
         return f"{seen}; {so_far}. {where}; {mend}"
+
+
+def _as_ended(failed: Mapping[str, Any]) -> RunEnded:
+    """A RunEnded from what a process said of its failure."""
+    outcome, code = failed["outcome"], int(failed["outcome"] != TRAINING_OVER)
+    return RunEnded(outcome, failed["reason"], code, own=bool(failed.get("own")))
