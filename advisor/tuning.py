@@ -303,8 +303,8 @@ class Tuning:
         return found
 
     def _limited(self, clock: Clock) -> str:
-        """What limits a job of several ranks, after the last timed step: a profiler may leave traces
-        in the process; '' for others."""
+        """What limits a job of several ranks; '' for others. After the last timed step, because a
+        profiler may change later ones."""
         run, seconds = self.opened.runner, max(PROFILE_S, clock.deadline_s)
         ranks = run.rank_steps(deadline_s=seconds) if isinstance(run, Run) else ()
         return rank_shares.line(ranks)
