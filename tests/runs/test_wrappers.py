@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -91,11 +92,13 @@ class Guide(ScriptedGuide):
 
 
 def ddp(
-    find_unused: bool = False, fault: float = 1.0, **how: Any
+    find_unused: bool = False, fault: float = 1.0, hooked: bool = False, **how: Any
 ) -> tuple[nn.Module, Callable[[], Tensor]]:
     """`fault`: of rank 1 alone."""
     net = Net(fault if dist.get_rank() == 1 else 1.0, **how)
     parallel = nn.parallel.DistributedDataParallel(net, find_unused_parameters=find_unused)
+    if hooked:
+        parallel.register_comm_hook(None, allreduce_hook)
     draw = torch.Generator().manual_seed(dist.get_rank())
 
     def loss() -> Tensor:
@@ -106,7 +109,7 @@ def ddp(
 
 
 def fsdp(
-    evaluates: bool = False, policy: bool = False, fails: bool = False
+    evaluates: bool = False, policy: bool = False, fails: bool = False, hooked: bool = False
 ) -> tuple[nn.Module, Callable[[], Tensor]]:
     """`fails`: a block raises if its weights are bf16, in the first such call."""
     spec = importlib.util.spec_from_file_location("example", EXAMPLE)
@@ -124,6 +127,8 @@ def fsdp(
     for layer in net.layers:
         fully_shard(layer, **given)
     fully_shard(net, **given)
+    if hooked:  # as for an optimizer that steps in backward
+        net.head.weight.register_post_accumulate_grad_hook(lambda _weight: None)
     draw = torch.Generator().manual_seed(dist.get_rank())
 
     def loss() -> Tensor:
@@ -220,6 +225,7 @@ def assert_trains_alike(
 
 BUCKETS = ["allreduce_ float32 263168"] * 2
 SENT = ["broadcast_ float32 256", *BUCKETS]
+SHARDS = ["bf16_reduce", "prefetch_modules", "reshard_after_forward"]
 BLOCK = 36992  # weights of a block of the example
 
 
@@ -266,11 +272,6 @@ def test_static_graph_is_offered_only_if_each_step_used_all_weights(tmp_path: Pa
     assert "static_graph" not in run_job(tmp_path, values=[], **job)[0]["offered"]
 
 
-def test_buffers_that_change_are_sent_in_each_step(tmp_path: Path) -> None:
-    how = {"wrapper": "ddp", "steps": 8, "how": {"counts": True}}
-    assert "broadcast_buffers" not in run_job(tmp_path, values=[], **how)[0]["offered"]
-
-
 @pytest.mark.parametrize("size", [2, 4])
 def test_settings_of_fsdp2_act_and_are_undone(tmp_path: Path, size: int) -> None:
     changed: list[dict[str, Value]] = [
@@ -283,7 +284,7 @@ def test_settings_of_fsdp2_act_and_are_undone(tmp_path: Path, size: int) -> None
     values = [{}, *(one for change in changed for one in (change, {}))]
     job = {"wrapper": "fsdp", "steps": len(values) * (STEPS + 2) + 6}
     found = run_job(tmp_path / "tuned", size, values=values, **job)[0]
-    assert found["offered"] == ["bf16_reduce", "prefetch_modules", "reshard_after_forward"]
+    assert found["offered"] == SHARDS
     own, kept, ahead, fused, half, reduced = (last_steps(found)[at] for at in (0, 1, 3, 5, 7, 9))
     for undone in last_steps(found)[::2]:
         assert (undone["sent"], undone["fused"]) == (own["sent"], False)
@@ -309,9 +310,22 @@ def test_evaluation_of_a_sharded_model_is_the_scripts_own(tmp_path: Path) -> Non
     assert kinds == ["float32"] * 5 + ["bfloat16"] * 5
 
 
-def test_a_policy_of_the_script_stays(tmp_path: Path) -> None:
-    found = run_job(tmp_path, wrapper="fsdp", how={"policy": True}, values=[], steps=8)[0]
-    assert found["lines"][0] == "your script already: bf16"
+@pytest.mark.parametrize(
+    ("wrapper", "how", "offered", "line"),
+    [
+        ("fsdp", "policy", SHARDS, "already: bf16"),
+        ("fsdp", "hooked", [], "loader are tuned: a weight has a hook on its gradient"),
+        ("ddp", "hooked", ["broadcast_buffers"], "DistributedDataParallel's settings: it has a"),
+        ("ddp", "counts", ["bf16_reduce", "bucket_cap_mb", "gradient_as_bucket_view"], ""),
+    ],
+)
+def test_a_line_says_what_a_script_keeps(
+    tmp_path: Path, wrapper: str, how: str, offered: list[str], line: str
+) -> None:
+    job = {"wrapper": wrapper, "how": {how: True}, "steps": 8}
+    for found in run_job(tmp_path, values=[], **job):
+        assert line in "\n".join(found["lines"])
+        assert found["offered"] == offered
 
 
 @pytest.mark.parametrize(
