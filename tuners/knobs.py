@@ -26,7 +26,7 @@ from advisor.tuners.torch_facts import torch
 CHECKPOINT, OFFLOAD = "checkpoint_blocks", "offload"
 COMPUTE, INPUT = "compute", "input"  # stages: a batch lies on the device; a loader feeds it
 WORKERS, THREADS = "num_workers", "threads"
-BUCKET, BUCKET_VIEW, STATIC = "bucket_cap_mb", "gradient_as_bucket_view", "static_graph"
+BUCKET, BUCKET_VIEW, STATIC_GRAPH = "bucket_cap_mb", "gradient_as_bucket_view", "static_graph"
 BROADCAST, BF16_REDUCE = "broadcast_buffers", "bf16_reduce"
 RESHARD, PREFETCH = "reshard_after_forward", "prefetch_modules"
 
@@ -534,7 +534,7 @@ KNOBS: tuple[Knob, ...] = (
         *SWITCH,
     ),
     _of_wrapper(
-        STATIC,
+        STATIC_GRAPH,
         "DistributedDataParallel: no search for unused weights, if each step uses all",
         *SWITCH,
     ),

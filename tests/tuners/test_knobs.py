@@ -72,11 +72,7 @@ OFF, FIXED_ON = (False,), (True,)
         ("compile", on_cpu(quick=True), ()),
         ("compile", on_cuda(repeats=True, sharded=True), ("none", "blocks")),
         ("compile", on_cuda(sharded=True), ()),
-        (
-            "bucket_cap_mb",
-            on_cuda(wrapped=("bucket_cap_mb",), own=Config(bucket_cap_mb=100)),
-            (100, 25, 5),
-        ),
+        ("bucket_cap_mb", on_cuda(wrapped=("bucket_cap_mb",)), (25, 5, 100)),
         ("bucket_cap_mb", on_cuda(), ()),
         ("dynamic_shapes", on_cuda(varies=True), OFF_ON),
         ("dynamic_shapes", on_cuda(varies=True, compiles=False), ()),

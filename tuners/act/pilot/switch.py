@@ -38,8 +38,8 @@ class ModelCall:
     """Replaces the call of a trained model: counts calls, and makes training calls through `act`.
     Evaluation stays the script's own. `on_error` gets exceptions that only `act` raises."""
 
-    def __init__(self, one: TrainedModel, module: nn.Module, shards: Shards) -> None:
-        self.one, self.module, self._shards = one, module, shards
+    def __init__(self, one: TrainedModel, module: nn.Module, shards: Shards | None = None) -> None:
+        self.one, self.module, self._shards = one, module, shards or Shards(())
         there = vars(module).get("_compiled_call_impl")
         self.plain: Callable[..., Any] = module._call_impl if there is None else there
         self.bare = plain_call(self.plain)  # whose activations stay on the device

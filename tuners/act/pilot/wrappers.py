@@ -26,7 +26,7 @@ from advisor.tuners.act import layouts, ranks
 
 _MIB, _FORMAT = 2**20, knobs.FORMATS[0]
 _BUCKETS = ("bucket_bytes_cap", "bucket_bytes_cap_default", "_bucket_config")
-_SWITCHES = (knobs.BUCKET_VIEW, knobs.STATIC, knobs.BROADCAST)
+_SWITCHES = (knobs.BUCKET_VIEW, knobs.STATIC_GRAPH, knobs.BROADCAST)
 _SET = (*_BUCKETS, *_SWITCHES, "_comm_hooks")
 """Attributes of DistributedDataParallel that are set. All but `broadcast_buffers` take effect with
 a new reducer; not every version of torch has each."""
@@ -101,7 +101,7 @@ class _Replica:
             if cap and not listed and sum(one.nbytes for one in weights) > _MIB:
                 self.names.append(knobs.BUCKET)
                 self.own[knobs.BUCKET] = cap
-            self.names += [knobs.STATIC] if seen is not None and seen.is_static else []
+            self.names += [knobs.STATIC_GRAPH] if seen is not None and seen.is_static else []
             if all(one.dtype == torch.float32 for one in weights):
                 self.names.append(knobs.BF16_REDUCE)
         has = self.own[knobs.BROADCAST] and any(True for _ in parallel.buffers())
@@ -118,7 +118,7 @@ class _Replica:
                 )
         wanted |= {
             name: given[name]
-            for name in (knobs.BUCKET_VIEW, knobs.STATIC, knobs.BROADCAST)
+            for name in (knobs.BUCKET_VIEW, knobs.STATIC_GRAPH, knobs.BROADCAST)
             if name in given
         }
         if given.get(knobs.BF16_REDUCE):
