@@ -174,7 +174,8 @@ def run_rank(env: Mapping[str, str], folder: Path, job: Mapping[str, Any]) -> No
         )
         fused = bool(optimizer.param_groups[0].get("fused"))
         nn.utils.clip_grad_norm_(net.parameters(), 100.0)
-        optimizer.step()
+        optimizer.step()  # the pilot acts in this call
+        assert len(gradients) == sum(one.grad is not None for one in net.parameters())
         steps.append({"sent": messages.sent, "loss": loss.item(), "views": views, "fused": fused})
     names = [] if pilot is None else [*guide.seen.wrapped]
     found = {"steps": steps, "visited": guide.visited, "offered": names}
