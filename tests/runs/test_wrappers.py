@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from advisor.cache.config import Value
 from advisor.tuners.act.pilot.pilot import Pilot
 from advisor.tuners.act.pilot.protocol import BlockRequest
+from advisor.tuners.act.pilot.wrappers import local
 from advisor.tuners.measure.run.recorded_steps import RecordedSteps
 from advisor.tuners.measure.run.run import comparison
 from advisor.tuners.search.space import Space
@@ -174,8 +175,10 @@ def run_rank(env: Mapping[str, str], folder: Path, job: Mapping[str, Any]) -> No
         )
         fused = bool(optimizer.param_groups[0].get("fused"))
         nn.utils.clip_grad_norm_(net.parameters(), 100.0)
+        before = [local(one).clone() for one in gradients]
         optimizer.step()  # the pilot acts in this call
-        assert len(gradients) == sum(one.grad is not None for one in net.parameters())
+        after = [local(one.grad) for one in net.parameters() if one.grad is not None]
+        torch.testing.assert_close(after, before, rtol=0, atol=0)
         steps.append({"sent": messages.sent, "loss": loss.item(), "views": views, "fused": fused})
     names = [] if pilot is None else [*guide.seen.wrapped]
     found = {"steps": steps, "visited": guide.visited, "offered": names}
