@@ -26,6 +26,7 @@ from advisor.tuners.act.pilot.parts import size_of
 from advisor.tuners.act.pilot.protocol import KEEP_CHECKPOINTS
 from advisor.tuners.act.pilot.script_facts import ScriptFacts
 from advisor.tuners.knobs import (
+    BF16_REDUCE,
     BY_NAME,
     COMPILE,
     FORMATS,
@@ -222,6 +223,8 @@ class RunWorkload:
             workers=seen.room if feeds else seen.workers,
             mapped=mapped,
             varies=seen.varies,
+            wrapped=tuple({*seen.wrapped} - ({BF16_REDUCE} if not opened.task.allow else set())),
+            sharded=seen.sharded,
             own=seen.own,
             # The pilot does not change workers that the script itself starts by an option.
             kept=(*seen.kept, *INPUT_PIPELINE) if feeds else seen.kept,

@@ -198,6 +198,13 @@ class Task:
         switched="Leave the comparison with strict fp32 out.",
         is_constraint=True,
     )
+    allow: tuple[str, ...] = row(
+        kinds.MultiChoice(("bf16-reduce",)),
+        "What is tried only if allowed: bf16-reduce sums the gradients of several GPUs in bf16.",
+        (),
+        is_constraint=True,
+        added=True,
+    )
     map: Config = row(  # noqa: RUF009 # a row is no default
         kinds.Options(MAPPED),
         f"Option of a run's script that sets {' or '.join(MAPPED)}, e.g. batch=--batch-size; "

@@ -42,10 +42,25 @@ def _compile(model: torch.nn.Module, **how: Any) -> None:
     # Not torch.compile(model): it changes the names in state_dict(). Not model.compile(): timm's
     # task overrides it, and torch 2.11 compiles no forward() of its own, such as nn.Sequential's.
     call: Callable[..., Any] = model._call_impl
-    if str(getattr(type(model).forward, "__module__", "")).startswith("torch.nn."):
+    if hasattr(model, "set_modules_to_forward_prefetch"):  # FSDP2: its hooks are not compiled
+        model._compiled_call_impl = _around(model, torch.compile(model.forward, **how))
+    elif str(getattr(type(model).forward, "__module__", "")).startswith("torch.nn."):
         model._compiled_call_impl = torch.compile(lambda *args, **kw: call(*args, **kw), **how)
     else:
         model._compiled_call_impl = torch.compile(call, **how)
+
+
+def _around(model: torch.nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A module's call, with its hooks, around another `forward`."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        vars(model)["forward"] = forward
+        try:
+            return model._call_impl(*args, **kwargs)
+        finally:
+            vars(model).pop("forward", None)
+
+    return call
 
 
 def _by_inductor(mode: str) -> dict[str, Any]:

@@ -26,6 +26,9 @@ from advisor.tuners.torch_facts import torch
 CHECKPOINT, OFFLOAD = "checkpoint_blocks", "offload"
 COMPUTE, INPUT = "compute", "input"  # stages: a batch lies on the device; a loader feeds it
 WORKERS, THREADS = "num_workers", "threads"
+BUCKET, BUCKET_VIEW = "bucket_cap_mb", "gradient_as_bucket_view"
+BROADCAST, BF16_REDUCE = "broadcast_buffers", "bf16_reduce"
+RESHARD, PREFETCH = "reshard_after_forward", "prefetch_modules"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +60,8 @@ class SearchContext:
     by_name: bool = False  # its workers share memory by name: else too many files would be open
     mapped: tuple[str, ...] = ()  # knobs that options of a run's command set: a start per value
     varies: bool = False  # inputs of a running script vary in shape
+    wrapped: tuple[str, ...] = ()  # knobs of the wrappers around a running script's models
+    sharded: bool = False  # FSDP2 shards the weights of a running script
     own: Config = Config()  # noqa: RUF009 # the values that a running script sets: its baseline
     kept: tuple[str, ...] = ()  # knobs that stay as the script, or torch, has them
 
@@ -96,6 +101,7 @@ class ScriptSettings:
     compiled: bool = False
     optimizers: Sequence[torch.optim.Optimizer] = ()
     loading: LoaderFacts = LoaderFacts()
+    wrapped: Config = Config()  # noqa: RUF009 # immutable; settings of the wrappers around its models
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +156,7 @@ class Knob:
     layout: Callable[[torch.Tensor, Value], torch.memory_format | None] | None = None
     optimizer: bool = False  # True takes the optimizer's fused kernels
     loader: bool = False  # an argument of DataLoader
+    wrapper: bool = False  # of DistributedDataParallel or FSDP2: see `act/pilot/wrappers`
     autocast: Mapping[Value, str] = field(default_factory=dict)  # autocast's dtype, by value
     scaled: Collection[Value] = ()  # values whose loss needs a GradScaler
     non_blocking: Collection[Value] = ()  # values with asynchronous copies of batches
@@ -167,7 +174,7 @@ class Knob:
         in_loop = value in self.scaled or value in self.layers
         if in_loop or (self.loader and not self.input_pipeline):
             return LOOP
-        acts = self.model or self.blocks or self.optimizer or self.loader
+        acts = self.model or self.blocks or self.optimizer or self.loader or self.wrapper
         acts = acts or value in self.autocast
         return PILOT if acts else FLAGS
 
@@ -283,6 +290,10 @@ GRAPHED_MODES = ("cudagraphs", "reduce-overhead", "max-autotune")
 def _compile_modes(here: SearchContext) -> tuple[Value, ...]:
     if not here.compiles or here.deterministic:
         return ()
+    if here.sharded:  # each block gathers its weights by hooks, which cannot be compiled
+        fits = here.repeats and not here.quick
+        fits &= here.device == "cuda" or bool(shutil.which(os.environ.get("CXX", "g++")))
+        return ("none", BLOCKS) if fits else ()
     if here.quick:
         return ("none", "cudagraphs") if here.device == "cuda" else ()
     possible: tuple[str, ...] = ()
@@ -350,6 +361,26 @@ def _own_loading(
     if value:
         return ScriptValue(value, locked)
     return None if script.loading.most else ScriptValue(None, why=why)
+
+
+def _of_wrapper(name: str, summary: str, *values: Value, **more: Any) -> Knob:
+    """A setting of the wrappers around a script's models; `values`: to try, torch's own first."""
+
+    def own(script: ScriptSettings) -> ScriptValue | None:
+        there = name in script.wrapped
+        return ScriptValue(script.wrapped[name], locked=False) if there else None
+
+    return Knob(
+        name=name,
+        summary=summary,
+        domain=more.pop("domain", values),
+        default=values[0],
+        values=lambda here: values if name in here.wrapped else (),
+        guess="leader",
+        script=own,
+        wrapper=True,
+        **more,
+    )
 
 
 KNOBS: tuple[Knob, ...] = (
@@ -490,6 +521,36 @@ KNOBS: tuple[Knob, ...] = (
         permitted=lambda given, value: not value or given.get("step_graph", True),
         optimizer=True,
         captured=(True,),
+    ),
+    _of_wrapper(
+        BUCKET,
+        "DistributedDataParallel: MiB of gradients that one all-reduce sends",
+        *(25, 5, 100),
+        domain=range(1, 2**12 + 1),
+    ),
+    _of_wrapper(
+        BUCKET_VIEW,
+        "DistributedDataParallel: gradients lie where they are sent from, uncopied",
+        *SWITCH,
+    ),
+    _of_wrapper(
+        BROADCAST,
+        "DistributedDataParallel: send buffers before each step, also if none changes",
+        *(True, False),
+    ),
+    _of_wrapper(
+        BF16_REDUCE,
+        "gradients are sent and summed in bf16, if --allow bf16-reduce is given",
+        *SWITCH,
+        numerics=True,
+        permitted=lambda given, value: not value or "bf16-reduce" in given.get("allow", ()),
+    ),
+    _of_wrapper(RESHARD, "FSDP2: free gathered weights after a block's forward pass", True, False),
+    _of_wrapper(
+        PREFETCH,
+        "FSDP2: blocks whose weights are gathered ahead of use (0: as FSDP2 does)",
+        *(0, 2),
+        shown=lambda value: f"{value} blocks gathered ahead",
     ),
     Knob(
         name=THREADS,
@@ -639,7 +700,7 @@ FIRST_STEP_COSTS = (
     *(k.name for k in KNOBS if k.needs_fresh_process or k.blocks or (k.model and not k.layout)),
 )
 """Knobs that cost time at the first step, which starts threads, searches algorithms, compiles."""
-FORMATS = tuple(knob.name for knob in KNOBS if knob.autocast)
+FORMATS = tuple(k.name for k in KNOBS if k.autocast or (k.wrapper and k.numerics))
 LAYOUTS = tuple(knob.name for knob in KNOBS if knob.layout)
 TORCH = Config({knob.name: knob.default for knob in KNOBS if knob.default is not None})
 """The defaults of torch and its DataLoader, where they are the same everywhere."""
@@ -694,7 +755,11 @@ def code(config: Config) -> Config:
     """The part of a config that decides what code a compiler makes: without the input pipeline, the
     optimizer, and the choice among kernels of libraries."""
     return config.without(
-        *(k.name for k in KNOBS if k.input_pipeline or k.optimizer or k.needs_fresh_process)
+        *(
+            k.name
+            for k in KNOBS
+            if k.input_pipeline or k.optimizer or k.needs_fresh_process or k.wrapper
+        )
     )
 
 

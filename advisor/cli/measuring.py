@@ -113,7 +113,7 @@ def tune(
     type=click.FloatRange(1.0, 1e6),
 )
 @option("--batch", "free: the largest and the fastest batch, too.", type=click.Choice(["free"]))
-@options.row_options(Task, "precisions", "deterministic", "compile", "tolerance", "map")
+@options.row_options(Task, "precisions", "deterministic", "compile", "tolerance", "allow", "map")
 @options.row_options(Plan)
 @_progress_options
 @json_or_text

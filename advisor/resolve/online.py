@@ -43,7 +43,7 @@ PATIENCE_ALONE_S, PATIENCE_RANKS_S = 60.0, 600.0
 one rank may have to wait while another evaluates or writes a checkpoint."""
 LEAVE_S = 10.0
 """Seconds for the search process to end by itself after its last answer."""
-PERMISSIONS = ("precisions", "deterministic", "max_memory", "tolerance", "compile")
+PERMISSIONS = ("precisions", "deterministic", "max_memory", "tolerance", "compile", "allow")
 """Arguments of apply() that limit the advice for a run."""
 _searches = itertools.count()
 

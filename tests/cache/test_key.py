@@ -27,7 +27,8 @@ from tests.cache.examples import KEY, TASK, changed, record
 
 def other_value(name: str) -> object:
     """A different valid value for a field of KEY."""
-    odd = {"dtype": "int64", "mode": "infer", "optimizer": "adamw", "tolerance": 0.5}
+    odd: dict[str, object] = {"dtype": "int64", "mode": "infer", "optimizer": "adamw"}
+    odd |= {"tolerance": 0.5, "allow": ("bf16-reduce",)}
     value = odd.get(name, fields(KEY)[name])
     if name in odd:
         return value

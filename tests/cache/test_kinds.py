@@ -156,6 +156,7 @@ ODD = {
     "compile": False,
     "step_graph": False,
     "tolerance": 0.5,
+    "allow": ["bf16-reduce"],
 }
 
 

@@ -49,6 +49,8 @@ def space_of(seen: ScriptFacts) -> Space:
             batches=(seen.shape[0],),
             use="pilot",
             workers=seen.workers,
+            wrapped=seen.wrapped,
+            sharded=seen.sharded,
             own=seen.own,
             kept=seen.kept,
         )

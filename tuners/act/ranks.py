@@ -7,11 +7,13 @@ import itertools
 import os
 import sys
 from collections import Counter
+from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any, NamedTuple
 
 from advisor.errors import RanksDiffer
 from advisor.tuners.decisions import AWAITED_S
+from advisor.tuners.faults import Stopped
 
 _comparisons = itertools.count()
 
@@ -56,6 +58,22 @@ def named() -> str:
     group = Group.current()
     alone = group is None and os.environ.get("WORLD_SIZE", "1") == "1"
     return "" if alone else f"rank {group.rank if group else os.environ.get('RANK', '?')}: "
+
+
+def common(names: Iterable[str]) -> set[str]:
+    """The names that all ranks give, which call this at the same step. Raises Stopped."""
+    found, group = {*names}, Group.current()
+    if group is None:
+        return found
+    key = f"advisor/common/{next(_comparisons)}"
+    group.store.set(f"{key}/{group.rank}", " ".join(["-", *found]))  # a value may not be empty
+    for rank in range(group.size):
+        if (theirs := group.get(f"{key}/{rank}", AWAITED_S)) is None:
+            raise Stopped(
+                "unclear", f"rank {rank} of {group.size} is at another step than the rest"
+            )
+        found &= {*theirs.decode().split()}
+    return found
 
 
 def compare(digest: str) -> bool:

@@ -72,11 +72,19 @@ class _Figure:
 
 
 class References:
-    """Compares configs with samples of strict fp32 and of number formats, which are made once."""
+    """Compares configs with samples of strict fp32 and of number formats, which are made once.
+    `summed`: see Reference."""
 
-    def __init__(self, subject: RepeatableStep, fp32: Config, *, tolerance: float) -> None:
+    def __init__(
+        self,
+        subject: RepeatableStep,
+        fp32: Config,
+        *,
+        tolerance: float,
+        summed: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
         self._subject, self._tolerance = subject, tolerance  # relative, of the loss
-        self._reference = Reference(subject, fp32)
+        self._reference = Reference(subject, fp32, summed)
         self._formats: dict[Config, Compared] = {}
         self._coarse: Draws | None = None
 
@@ -164,7 +172,7 @@ class References:
         if needed > 2 * limits.MOST_DRAWS or 2 * now > limits.MOST_DRAWS:
             return f"more than {limits.MOST_DRAWS} draws would be needed"
         needed_s = needed * (reference.took_s[config] + reference.took_s[reference.fp32])
-        if needed_s > reference.left_s():
+        if reference.is_late(needed_s):
             return f"about {needed:.0f} draws would be needed, {needed_s:.0f} s"
         return ""
 

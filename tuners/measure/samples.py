@@ -162,11 +162,17 @@ class Reference:
         sizes: of each tensor by point: batches may differ. `counts`: the same as (point, tensor).
         signal: (point, tensor) squared norms of fp32's means; `size`: norms of its first passes.
         rounding: (point, tensor) the effect of rounding alone, as part of `size`.
+        summed: sums a tensor over the ranks of a job, which then all come to the same verdict.
         usual: (point, tensor) the norm of a gradient of usual size, as part of `size`.
     """
 
-    def __init__(self, subject: RepeatableStep, fp32: Config) -> None:
-        self._subject, self.fp32 = subject, fp32
+    def __init__(
+        self,
+        subject: RepeatableStep,
+        fp32: Config,
+        summed: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        self._subject, self.fp32, self.summed = subject, fp32, summed
         self.draws = subject.draws
         self.rounds = POINTS if self.draws else 1
         self.left_s: Callable[[], float] = lambda: math.inf
@@ -196,7 +202,7 @@ class Reference:
             if self.draws:
                 self._sums[point][count // POINTS % 2] += vector
             self.own.add(vector, loss, vector)
-        self.counts = torch.tensor(self.sizes, dtype=torch.float64)
+        self.counts = self._over_ranks(torch.tensor(self.sizes, dtype=torch.float64))
         self.signal = torch.stack([self.dots(*self._halves(at), at) for at in range(POINTS)])
         self._formats.clear()  # these were compared with fewer rounds
         self._shares.clear()
@@ -277,7 +283,7 @@ class Reference:
     def sample(self, config: Config, point: int, seed: int) -> tuple[Tensor, float | None]:
         """A pass as one vector, and its loss; raises NoTime if too little time is left."""
         began = time.perf_counter()
-        if self.left_s() < self.took_s[config]:
+        if self.is_late(self.took_s[config]):
             raise NoTime
         found = self._subject.sample(config, point, seed)
         tensors = found.outputs | found.gradients  # no parameter has an output's name
@@ -288,17 +294,30 @@ class Reference:
         if vector.is_cuda:
             torch.cuda.synchronize()
         self.took_s[config] = time.perf_counter() - began
-        return vector, found.loss
+        if self.summed is None:
+            return vector, found.loss
+        one = math.nan if found.loss is None else found.loss
+        loss = float(self.summed(torch.tensor([one], dtype=torch.float64)))
+        return vector, None if math.isnan(loss) else loss
+
+    def is_late(self, seconds: float) -> bool:
+        """Whether less than `seconds` are left to any rank."""
+        late = self.left_s() < seconds
+        return bool(self._over_ranks(torch.tensor([float(late)], dtype=torch.float64)) > 0)
+
+    def _over_ranks(self, tensor: Tensor) -> Tensor:
+        return tensor if self.summed is None else self.summed(tensor)
 
     def dots(self, ours: Tensor, theirs: Tensor, point: int) -> Tensor:
         sizes = self.sizes[point]
         pairs = zip(ours.split(sizes), theirs.split(sizes), strict=True)
-        return torch.stack([torch.dot(a, b) for a, b in pairs]).double().cpu()
+        return self._over_ranks(torch.stack([torch.dot(a, b) for a, b in pairs]).double().cpu())
 
     def norms(self, vector: Tensor, point: int, *, outputs: bool = False) -> Tensor:
         """The L2 norm of each tensor, as float64 on the host; `outputs`: of outputs alone."""
         parts = vector.split(self.sizes[point][: self.outputs if outputs else None])
-        return torch.stack(torch._foreach_norm(list(parts))).double().cpu()
+        found = torch.stack(torch._foreach_norm(list(parts))).double().cpu()
+        return found if self.summed is None else self.summed(found.square()).sqrt()
 
     def label(self, tensor: int) -> str:
         """The name of a tensor in messages."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import random
 import weakref
@@ -12,9 +13,11 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 from advisor.tuners.act.gate import Signatures, signature
+from advisor.tuners.act.pilot.wrappers import ReplicaObserver, Wrappers
 from advisor.tuners.decisions import MAX_OBSERVED_STEPS, MIN_OBSERVED_STEPS
 from advisor.tuners.fingerprint import unwrapped
 
@@ -109,6 +112,7 @@ class LoopObserver:
         self.optimizers: list[torch.optim.Optimizer] = []  # in the order of their first steps
         self.frees_gradients = True  # whether gradients are freed between steps, as by `zero_grad`
         self.sparse = False  # whether a gradient was sparse
+        self.replicas: dict[nn.Module, ReplicaObserver] = {}
         self._order: list[int] = []
         self._met: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._awaited: list[weakref.ref[torch.optim.Optimizer]] | None = None
@@ -121,6 +125,9 @@ class LoopObserver:
             return
         if module not in self.called:
             self.called[module] = TrainedModel(module, unwrapped(module))
+            for one in module.modules():
+                if isinstance(one, DistributedDataParallel) and one not in self.replicas:
+                    self.replicas[one] = ReplicaObserver(one)
         self.called[module].saw(args, kwargs)
 
     def on_autocast(self, module: nn.Module) -> None:
@@ -134,6 +141,8 @@ class LoopObserver:
         for one in self.called.values():
             one.steps.append(Counter())
             one.samples = 0
+        for replica in self.replicas.values():
+            replica.stepped()
         if optimizer not in self.optimizers:
             self.optimizers.append(optimizer)
         at = self.optimizers.index(optimizer)
@@ -209,8 +218,14 @@ class LoopObserver:
     def _held(self) -> set[int]:
         return {id(weight) for optimizer in self.optimizers for weight in _weights(optimizer)}
 
+    @functools.cached_property
+    def wrappers(self) -> Wrappers:
+        """Of the trained models; all ranks ask for this first at the same step."""
+        return Wrappers((one.outer for one in self.trained()), self.replicas)
+
     def forget(self) -> None:
         """Drop references to the script's objects: it may need the memory."""
+        self.replicas.clear()
         self.called.clear()
         self._met.clear()
         self.optimizers.clear()

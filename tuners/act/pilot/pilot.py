@@ -291,13 +291,19 @@ class Pilot:
         self._calls.pause()
         if not self._guide.takes_over():
             return self._leave()
-        self._seen = seen = ScriptFacts.of(self._observer, self._loaders.seen(), bool(self._saves))
+        try:
+            seen = ScriptFacts.of(self._observer, self._loaders.seen(), bool(self._saves))
+        except Stopped as exc:
+            return self._stop(exc)
+        self._seen = seen
         self._device, self._trained = torch.device(seen.device), trained
         request = self._guide.begin(seen)
         if not request.own or self._threaded.is_set():
             return self._leave()
         optimizers, feed = self._observer.optimizers, self._loaders.set
-        self._switch = ConfigSwitch(trained, optimizers, request.own, self._device, feed)
+        self._switch = ConfigSwitch(
+            trained, optimizers, request.own, self._device, feed, self._observer.wrappers
+        )
         self._follow(self._switch, request)
         if request.steps and request.warm and request.config == request.own:
             self._flops = StepFlops(self._switch.calls, real=request.needs_room)

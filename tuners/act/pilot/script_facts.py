@@ -57,6 +57,8 @@ class ScriptFacts:
     room: int  # as in `LoaderFacts`
     memory: Config = Config()  # noqa: RUF009 # immutable; as in `breakdown`
     interconnect: str = ""  # as in a Key
+    wrapped: tuple[str, ...] = ()  # as in SearchContext, with `sharded`
+    sharded: bool = False
 
     @classmethod
     def of(cls, observer: LoopObserver, loading: LoaderFacts, saves: bool = False) -> ScriptFacts:
@@ -90,6 +92,8 @@ class ScriptFacts:
             room=loading.room,
             memory=breakdown(trained, observer.optimizers, device),
             interconnect=environment.interconnect(str(device), processes),
+            wrapped=observer.wrappers.names,
+            sharded=observer.wrappers.is_sharded,
         )
 
     def task(self, command: Sequence[str], given: Mapping[str, object]) -> Task:
@@ -207,16 +211,18 @@ def _script_settings(
     observer: LoopObserver, trained: Sequence[TrainedModel], loading: LoaderFacts
 ) -> tuple[Config, tuple[str, ...], tuple[str, ...]]:
     """What a script sets itself, what stays, and why: `own`, `kept`, `limits` of ScriptFacts."""
+    wrappers = observer.wrappers
     script = ScriptSettings(
         weights=[weight for one in trained for weight in one.model.parameters()],
-        autocast=observer.autocast,
+        autocast=observer.autocast or wrappers.dtype,
         compiled=any(_is_compiled(module) for one in trained for module in one.outer.modules()),
         optimizers=observer.optimizers,
         loading=loading,
+        wrapped=wrappers.own,
     )
     found: dict[str, Value] = {}
     kept: list[str] = []
-    limits: list[str] = []
+    limits = [*wrappers.limits]
     for knob in knobs.KNOBS:
         own = knob.script(script) if knob.script is not None else None
         if own is not None:
@@ -226,9 +232,16 @@ def _script_settings(
     if observer.sparse:
         kept.append("fused_optimizer")
         limits.append("fused kernels: a gradient is sparse, which they do not support")
-    if left_alone := [why for one in trained if (why := _why_left_alone(one.outer))]:
+    copied = any(replicates(one.outer) for one in trained)
+    limits += [REPLICATES] if copied else []
+    if copied or wrappers.left_alone:
         kept += [k.name for k in knobs.KNOBS if k.model or k.blocks or k.autocast or k.optimizer]
-    return Config(found), tuple(dict.fromkeys(kept)), tuple(dict.fromkeys([*limits, *left_alone]))
+    if wrappers.is_sharded:
+        kept += [k.name for k in knobs.KNOBS if (k.model and k.name != knobs.COMPILE) or k.blocks]
+    if wrappers.locked:
+        kept.append(knobs.FORMATS[0])
+        limits.append("the number format: the script's MixedPrecisionPolicy sets a part of it")
+    return Config(found), tuple(dict.fromkeys(kept)), tuple(dict.fromkeys(limits))
 
 
 def _is_compiled(module: nn.Module) -> bool:
@@ -237,13 +250,3 @@ def _is_compiled(module: nn.Module) -> bool:
     if isinstance(there, OffloadedCall):
         there = there.plain if there.plain != module._call_impl else None
     return hasattr(module, "_orig_mod") or not isinstance(there, RecomputedCall | None)
-
-
-def _why_left_alone(outer: nn.Module) -> str:
-    """Why a model is not tuned, as its weights are copied or sharded when used; '' if it is."""
-    if replicates(outer):
-        return REPLICATES
-    kinds = {type(module).__name__ for module in outer.modules()}
-    if any(kind.startswith(("FSDP", "FullyShardedDataParallel", "DeepSpeed")) for kind in kinds):
-        return "its weights are sharded: only flags and the loader are tuned"
-    return ""

@@ -22,6 +22,7 @@ from advisor.tuners.act.artifacts import restore_keys, use_stable_keys
 from advisor.tuners.act.gate import Gate
 from advisor.tuners.act.pilot.loop_observer import TrainedModel
 from advisor.tuners.act.pilot.trees import map_tensors
+from advisor.tuners.act.pilot.wrappers import Shards, Wrappers
 from advisor.tuners.act.process_flags import PROCESS_FLAGS
 from advisor.tuners.act.replays import Replays
 from advisor.tuners.decisions import LEAST_FREE
@@ -37,8 +38,8 @@ class ModelCall:
     """Replaces the call of a trained model: counts calls, and makes training calls through `act`.
     Evaluation stays the script's own. `on_error` gets exceptions that only `act` raises."""
 
-    def __init__(self, one: TrainedModel, module: nn.Module) -> None:
-        self.one, self.module = one, module
+    def __init__(self, one: TrainedModel, module: nn.Module, shards: Shards | None = None) -> None:
+        self.one, self.module, self._shards = one, module, shards or Shards(())
         there = vars(module).get("_compiled_call_impl")
         self.plain: Callable[..., Any] = module._call_impl if there is None else there
         self.bare = plain_call(self.plain)  # whose activations stay on the device
@@ -70,9 +71,12 @@ class ModelCall:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or not self.one.model.training:
             self.one.evaluated |= not self.one.model.training
+            if not torch.is_grad_enabled():
+                self._shards.evaluate()
             return self.uncompiled(*args, **kwargs)
         if hooks.in_backward():
             return self.act(*args, **kwargs)
+        self._shards.train()
         if self.act is self.plain:
             self.one.saw(args, kwargs)
             return self.plain(*args, **kwargs)
@@ -83,7 +87,7 @@ class ModelCall:
                 self.outputs = [weakref.ref(o) for o in tree_leaves(found) if isinstance(o, Tensor)]
             return found
         except Exception as exc:  # whatever a config raises: a run is worth more than its advice
-            if self.on_error is None:
+            if self.on_error is None or not self._shards.recover():
                 raise
             raised = exc.with_traceback(None)  # its frames hold memory of the call
         if is_config_error(raised):
@@ -111,6 +115,7 @@ class ConfigSwitch:
     Args:
         own: the script's own config; setting it restores the script.
         feed: sets these keyword arguments of the script's loaders; none restores the loaders.
+        wrappers: of the models.
     """
 
     def __init__(
@@ -120,9 +125,11 @@ class ConfigSwitch:
         own: Config,
         device: torch.device,
         feed: Callable[[Mapping[str, Any]], None],
+        wrappers: Wrappers | None = None,
     ) -> None:
         self.own = self.config = own
         self._feed, self.trained, self.device = feed, trained, device
+        self.wrappers = wrappers or Wrappers(())
         self.optimizers = list(optimizers)
         self._groups = [[dict(group) for group in one.param_groups] for one in optimizers]
         self._watching = contextlib.ExitStack()  # catches the present config's exceptions
@@ -148,7 +155,7 @@ class ConfigSwitch:
         for trains in trained:
             module = callable_module(trains.outer)
             if module is not None and all(call.module is not module for call in self.calls):
-                self.calls.append(ModelCall(trains, module))
+                self.calls.append(ModelCall(trains, module, self.wrappers.shards))
                 hooks.replace_call(module, self.calls[-1])
                 self.calls[-1].base = self.calls[-1].regions = recomputed_calls(module)
 
@@ -181,6 +188,9 @@ class ConfigSwitch:
         self._flags = Config({knob.name: value for knob, value in applied.rows if knob.flag})
         self.put_flags()
         self._feed(applied.loader())
+        self.wrappers.set(Config({knob.name: value for knob, value in applied.rows}))
+        if self.wrappers.is_sharded:  # FSDP2's policy sets the number format
+            applied.autocast, applied.undoes_autocast = None, False
         with torch.no_grad():
             self._lay_out(applied)
             self._set_optimizers(applied.optimizer(), on_error, on_backward)
@@ -251,6 +261,7 @@ class ConfigSwitch:
 
     def begin_step(self, *, freed: bool = False) -> None:
         """Begin a step; `freed`: whether the script frees the last step's gradients."""
+        self.wrappers.shards.begin_step()
         if self._seen[self.config].graphs:
             self._replays.begin()
             if freed:

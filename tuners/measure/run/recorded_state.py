@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from advisor.tuners.act.pilot.wrappers import local
 from advisor.tuners.decisions import UPDATE_OFF
 from advisor.tuners.measure.samples import worst_update
 
@@ -141,7 +142,9 @@ class RecordedUpdates:
         for optimizer, groups in self._updates:
             kinds = (c for c in type(optimizer).__mro__ if c.__module__.startswith("torch.optim."))
             base = next(kinds)
-            now = {id(one): one.detach() for g in optimizer.param_groups for one in g["params"]}
+            now = {
+                id(one): local(one).detach() for g in optimizer.param_groups for one in g["params"]
+            }
             kept = [one for _, parameters in groups for one in parameters]
             (error, name), (bare, _) = (
                 worst_update(
@@ -175,12 +178,12 @@ def _kept(optimizer: torch.optim.Optimizer, most_elements: int) -> _Groups:
             one
             for one in group["params"]
             if one.grad is not None and one.grad.layout == torch.strided
-            if one.numel() <= most_elements and one.is_floating_point()
+            if local(one).numel() <= most_elements and one.is_floating_point()
         ]
         few = fit[:: max(1, -(-len(fit) * len(optimizer.param_groups) // _MOST_PARAMETERS))]
         kept = []
         for one in few:
-            value, gradient = one.detach().clone(), one.grad.detach().clone()
+            value, gradient = (local(each).detach().clone() for each in (one, one.grad))
             kept.append(_Parameter(id(one), value, gradient, _cloned(optimizer.state.get(one, {}))))
         found.append((_cloned(group | {"params": []}), kept))
     return found
@@ -188,7 +191,7 @@ def _kept(optimizer: torch.optim.Optimizer, most_elements: int) -> _Groups:
 
 def _cloned(values: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        name: value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
+        name: local(value).detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
         for name, value in values.items()
     }
 

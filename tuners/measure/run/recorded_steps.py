@@ -5,6 +5,9 @@ gradients of its outputs; also the weights before the first step. A pass copies 
 the parameters, repeats the calls of one step through a config's code, runs backward from the
 recorded gradients, and restores everything.
 
+In a job of several processes, each repeats its own calls, the reduced gradients are compared, and
+all make the same passes and come to the same verdict.
+
 A pass does not show errors that add up over many updates, in micro-batches after the eighth, or in
 gradients of gradients. A loss's error is linearised, which is exact if the model returns its loss.
 """
@@ -34,6 +37,7 @@ from advisor.tuners.act.pilot.loop_observer import RngState, batch_of
 from advisor.tuners.act.pilot.protocol import CompareRequest
 from advisor.tuners.act.pilot.switch import ConfigSwitch, ModelCall
 from advisor.tuners.act.pilot.trees import is_cache, map_tensors, mutable_class, tensors
+from advisor.tuners.act.pilot.wrappers import local
 from advisor.tuners.act.ranks import Group
 from advisor.tuners.decisions import POINTS
 from advisor.tuners.environment import allocated, synchronize, unused_bytes
@@ -135,6 +139,8 @@ class RecordedSteps:
         self._calls: list[_RecordedCall] = []
         self._losses: list[Tensor] = []
         self._chosen = False  # `_steps` are the steps to repeat
+        self._several = Group.current() is not None
+        self._agreed = False  # all processes have chosen steps, or none compares
         self._looked = self._allocated = 0  # steps observed; bytes of the device after a call
         self._raised = self._nested = self.draws = False
         self.measured: dict[str, Any] = {}
@@ -153,13 +159,14 @@ class RecordedSteps:
 
     @property
     def _ready(self) -> bool:
-        return bool(self._refused) or self._chosen
+        return self._agreed if self._several else bool(self._refused) or self._chosen
 
     def begin(self, switch: ConfigSwitch, asked: CompareRequest) -> tuple[str, str, str] | None:
         self._asked, self._began, trained = asked, time.monotonic(), switch.trained
         if self._switch is not switch:
             self.close()
             self._switch, self._device = switch, switch.device
+            switch.wrappers.shards.reshard()
             self._named = {
                 (f"{number}.{name}" if len(trained) > 1 else name): parameter
                 for number, one in enumerate(trained)
@@ -190,6 +197,7 @@ class RecordedSteps:
         self._looked += 1
         if not self._ready and self._looked >= _MOST_STEPS:
             self._refuse("no gradient came back to what the model returned")
+        self._agree()
         if not self._ready:
             self._look()
             return None
@@ -202,7 +210,12 @@ class RecordedSteps:
         if asked.passes:
             return self._replay(asked)
         if self._references is None:
-            self._references = References(self, asked.fp32, tolerance=asked.tolerance)
+            self._references = References(
+                self,
+                asked.fp32,
+                tolerance=asked.tolerance,
+                summed=self._summed if self._several else None,
+            )
         found = Compared(UNVERIFIED, self._refused)
         if not self._refused:
             with self._aside():
@@ -214,6 +227,27 @@ class RecordedSteps:
         if self._careful:
             torch.cuda.empty_cache()
         return found.outcome, found.reason, found.blames
+
+    def _agree(self) -> None:
+        """Have all processes begin to compare after the same step, or none compare."""
+        if not self._several:
+            return
+        refused, misses, draws = self._most([bool(self._refused), not self._chosen, self.draws])
+        if refused and not self._refused:
+            self._refuse("another process has no steps to compare")
+        self._chosen &= not misses
+        self._agreed, self.draws = bool(refused) or self._chosen, bool(draws)
+
+    def _most(self, values: Sequence[float]) -> list[float]:
+        """The largest of each value over all processes."""
+        found = torch.tensor(values, dtype=torch.float64, device=self._device)
+        torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX)
+        return [float(one) for one in found]
+
+    def _summed(self, tensor: Tensor) -> Tensor:
+        there = tensor.to(self._device, copy=True)
+        torch.distributed.all_reduce(there)
+        return there.cpu()
 
     # Methods of a RepeatableStep.
 
@@ -244,7 +278,8 @@ class RecordedSteps:
         if not own or self._updates is None:
             return 0.0, ""
         names = {id(tensor): name for name, tensor in self._named.items()}
-        return self._updates.error(own, names)
+        part, name = self._updates.error(own, names)
+        return (self._most([part])[0], name) if self._several else (part, name)
 
     def _pass(self, point: int) -> Sample:
         """Make the calls of a step, each with its backward pass before the next one."""
@@ -262,9 +297,15 @@ class RecordedSteps:
             del found, output  # as the script, which keeps no logits during backward
             inputs = {f"input {n}{of}": one for n, one in enumerate(given)}
             wanted = {n: one for n, one in (self._named | inputs).items() if one.requires_grad}
-            for name, taken in zip(wanted, _gradients(pairs, [*wanted.values()]), strict=True):
+            made = _backward if self._of_switch.wrappers.is_sharded else _gradients
+            for name, taken in zip(wanted, made(pairs, [*wanted.values()]), strict=True):
                 one = sampled(taken)
                 gradients[name] = gradients[name].add_(one) if name in gradients else one
+        if self._several:
+            names = [name for name in gradients if name in self._named]
+            sizes = [gradients[name].numel() for name in names]
+            reduced = self._of_switch.wrappers.reduce(torch.cat([gradients[n] for n in names]))
+            gradients |= zip(names, reduced.split(sizes), strict=True)
         if loss is not None:
             own = [kept.slope for kept in calls if kept.slope is not None]
             loss += float(slope - torch.stack(own).sum())
@@ -330,6 +371,7 @@ class RecordedSteps:
             "several models train together": len(self._of_switch.calls) > 1,
             "a step calls the model several times before backward": self._nested,
             "its inputs vary in size": len({signature(*one.given) for one in calls}) > 1,
+            "its weights are sharded": self._of_switch.wrappers.is_sharded,
             # Such an input may hold indices into others, as the edges of a graph.
             "the first dimension of an input is not the batch": not {own} <= first <= {1, own},
         }
@@ -371,9 +413,10 @@ class RecordedSteps:
     def _copies(self, *, on_host: bool = False) -> list[Tensor]:
         """Copies of all weights and buffers; on the host also if the device has little memory."""
         found, spare = self._tensors(), self._spare()
-        needs = _COPIES * sum(tensor.nbytes for tensor in found)
+        needs = _COPIES * sum(local(tensor).nbytes for tensor in found)
         on_host |= spare is not None and spare <= needs
-        return [_on_host(one) if on_host else one.detach().clone() for one in found]
+        parts = [local(one) for one in found]
+        return [_on_host(one) if on_host else one.detach().clone() for one in parts]
 
     def _keep(self, call: ModelCall, *args: Any, **kwargs: Any) -> Any:
         if self._refused or len(self._calls) >= _MOST_CALLS:
@@ -447,6 +490,7 @@ class RecordedSteps:
     def _aside(self, *, on_host: bool = False) -> Iterator[None]:
         """Context manager: restores what a call may change, `on_host` from copies on the host."""
         switch = self._of_switch
+        switch.wrappers.shards.reshard()
         switch.set(switch.own)
         rng, self._put_attributes = RngState(), save_attributes(self._modules)
         tensors, values = self._tensors(), self._copies(on_host=on_host)
@@ -489,7 +533,7 @@ class RecordedSteps:
         _copy(tensors[count:], self._values[count:])
         if weights != self._placed:
             _copy(tensors[:count], self._values[:count])
-            perturb(tensors[:count], point)
+            perturb([local(one) for one in tensors[:count]], point)
             self._placed = weights
 
 
@@ -497,6 +541,23 @@ def _gradients(pairs: _Pairs, wanted: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """The gradients of these tensors, from pairs of an output and its gradient."""
     outputs, back = zip(*pairs, strict=True)
     return torch.autograd.grad(outputs, wanted, back, materialize_grads=True)
+
+
+def _backward(pairs: _Pairs, wanted: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """As `_gradients`, of weights that FSDP2 shards: it makes gradients in backward only. Of each
+    weight, this process's part. The script's own gradients stay."""
+    own = [one.grad for one in wanted]
+    for one in wanted:
+        one.grad = None
+    outputs, back = zip(*pairs, strict=True)
+    torch.autograd.backward(outputs, back)
+    made = [one.grad for one in wanted]
+    for one, grad in zip(wanted, own, strict=True):
+        one.grad = grad
+    return tuple(
+        torch.zeros_like(local(one)) if grad is None else local(grad)
+        for one, grad in zip(wanted, made, strict=True)
+    )
 
 
 @contextlib.contextmanager
@@ -530,7 +591,7 @@ def _on_host(tensor: Tensor) -> Tensor:
 def _copy(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
     """Copy values in place: compiled code and CUDA graphs use fixed addresses."""
     for tensor, value in zip(tensors, values, strict=True):
-        tensor.copy_(value)
+        local(tensor).copy_(value)
 
 
 def _require(tensors: Sequence[Tensor], needs: Sequence[bool]) -> None:

@@ -1,0 +1,329 @@
+"""Settings of DistributedDataParallel and FSDP2 (`fully_shard`), changed between two steps.
+
+DistributedDataParallel gets a new reducer, as its `__setstate__` makes one. Of FSDP2's private
+state (torch/distributed/fsdp/_fully_shard, torch 2.6 to 2.14), these attributes are set, as its own
+setters and constructor set them: `post_forward_mesh_info`, `_states_to_forward_prefetch`,
+`_states_to_backward_prefetch`, `_mp_policy` with `mp_policy`, and a parameter's gathered copies.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import itertools
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from advisor.cache.config import Config, Value
+from advisor.tuners import knobs
+from advisor.tuners.act import layouts, ranks
+
+_MIB, _FORMAT = 2**20, knobs.FORMATS[0]
+_BUCKETS = ("bucket_bytes_cap", "bucket_bytes_cap_default", "_bucket_config")
+_SWITCHES = (knobs.BUCKET_VIEW, knobs.BROADCAST)
+_SET = (*_BUCKETS, *_SWITCHES, "_comm_hooks")
+"""Attributes of DistributedDataParallel that are set. All but `broadcast_buffers` take effect with
+a new reducer; not every version of torch has each."""
+_FIXED = "DistributedDataParallel's settings: it has a hook, static graph or mixed precision"
+_SHARDED = "its weights are sharded: only flags and the loader are tuned"
+_AHEAD = ("_states_to_forward_prefetch", "_states_to_backward_prefetch")
+_GATHERED = ("all_gather_outputs", "_unsharded_param")
+_failures = itertools.count()
+
+
+class ReplicaObserver:
+    """Observes the buffers of a DistributedDataParallel in a script's first steps."""
+
+    def __init__(self, parallel: DistributedDataParallel) -> None:
+        self._parallel = parallel
+        self._steps = list[list[tuple[int, int]]]()
+        self._has_statistics = any(
+            getattr(one, "running_mean", None) is not None for one in parallel.modules()
+        )
+
+    def stepped(self) -> None:
+        buffers = [one for one in self._parallel.buffers() if not one.is_inference()]
+        self._steps.append([(id(one), one._version) for one in buffers])
+
+    @property
+    def keeps_buffers(self) -> bool:
+        """Whether no step changes a buffer, so that all ranks keep the same ones."""
+        same = all(one == self._steps[0] for one in self._steps)
+        return len(self._steps) > 1 and same and not self._has_statistics
+
+
+class _Replica:
+    """The settings of one DistributedDataParallel."""
+
+    def __init__(self, parallel: DistributedDataParallel, seen: ReplicaObserver | None) -> None:
+        self.parallel = parallel
+        self._own = {name: getattr(parallel, name) for name in _SET if hasattr(parallel, name)}
+        cap = parallel.bucket_bytes_cap // _MIB
+        self.own: dict[str, Value] = {name: bool(getattr(parallel, name)) for name in _SWITCHES}
+        weights = [one for one in parallel.module.parameters() if one.requires_grad]
+        self.names: list[str] = []
+        self.fixed = not layouts.can_rebuild(parallel)
+        if not self.fixed:
+            self.names += [] if self.own[knobs.BUCKET_VIEW] else [knobs.BUCKET_VIEW]
+            # Any gradients that fit into the first bucket, of 1 MiB, need one all-reduce.
+            listed = getattr(parallel, "bucket_bytes_cap_list", None)
+            if cap and not listed and sum(one.nbytes for one in weights) > _MIB:
+                self.names.append(knobs.BUCKET)
+                self.own[knobs.BUCKET] = cap
+            if all(one.dtype == torch.float32 for one in weights):
+                self.names.append(knobs.BF16_REDUCE)
+        has = self.own[knobs.BROADCAST] and any(True for _ in parallel.buffers())
+        self.names += [knobs.BROADCAST] if has and seen is not None and seen.keeps_buffers else []
+
+    def set(self, given: Mapping[str, Value]) -> None:
+        parallel, wanted = self.parallel, dict(self._own)
+        if given.get(knobs.BUCKET):
+            cap = int(given[knobs.BUCKET] or 0) * _MIB
+            wanted |= {"bucket_bytes_cap": cap, "bucket_bytes_cap_default": False}
+            if "_bucket_config" in wanted:
+                wanted["_bucket_config"] = dataclasses.replace(
+                    wanted["_bucket_config"], bucket_bytes_cap=cap, first_bucket_bytes_cap=cap
+                )
+        wanted |= {name: given[name] for name in _SWITCHES if name in given}
+        if given.get(knobs.BF16_REDUCE):
+            wanted["_comm_hooks"] = [(_hooks().bf16_compress_hook, parallel.process_group)]
+        changed = {name for name, value in wanted.items() if getattr(parallel, name) != value}
+        for name in changed:
+            setattr(parallel, name, wanted[name])
+        if changed - {knobs.BROADCAST}:
+            layouts.rebuild(parallel)
+
+
+def _hooks() -> ModuleType:
+    return importlib.import_module("torch.distributed.algorithms.ddp_comm_hooks.default_hooks")
+
+
+class Shards:
+    """The settings of models that FSDP2 shards; all methods do nothing if it shards none."""
+
+    def __init__(self, modules: Sequence[Any]) -> None:
+        self.modules = modules
+        states = list(dict.fromkeys(one._get_fsdp_state() for one in modules))
+        self._roots = [one for one in states if one._is_root]
+        self._states = {one: vars(one).copy() for one in states}
+        self._groups = {
+            group: group.post_forward_mesh_info for one in states for group in _groups(one)
+        }
+        self._kept: dict[tuple[Any, Any], dict[str, Any]] = {}
+        self._idle, self._own = True, Config()
+        self._given, self._now = self._own, self._own
+        policies = [one._mp_policy for one in states]
+        self.dtype = next((p.param_dtype for p in policies if p.param_dtype is not None), None)
+        policed = any((p.reduce_dtype or p.output_dtype) is not None for p in policies)
+        self.locked = policed and self.dtype is None
+        alone = len(states) == len(self._roots)
+        fixed = alone or any(getattr(one, name) for one in states for name in _AHEAD)
+        self.names = [] if fixed else [knobs.PREFETCH]
+        inner = [g for one in states if one not in self._roots for g in _groups(one)]
+        self.own: dict[str, Value] = {}
+        if inner:
+            self.own[knobs.RESHARD] = any(one.post_forward_mesh_info is not None for one in inner)
+            self.names += [knobs.RESHARD] if self.own[knobs.RESHARD] else []
+        in_half = [one for one in policies if (one.reduce_dtype or one.param_dtype) is not None]
+        if all(one.reduce_dtype == torch.float32 for one in in_half):
+            self.names.append(knobs.BF16_REDUCE)
+
+    @property
+    def why_not(self) -> str:
+        """Why the models are left alone; '' if they are not."""
+        parameters = [one for group in self._groups for one in group.fsdp_params]
+        found = {
+            "replicate() wraps it": any(
+                not hasattr(one.mesh_info, "shard_mesh_size") for one in self._groups
+            ),
+            "its weights lie on the host, or are split otherwise too": any(
+                getattr(one, "offload_to_cpu", False)
+                or getattr(one, "is_dtensor", False)
+                or hasattr(one._sharded_local_tensor, "fsdp_pre_all_gather")
+                for one in parameters
+            ),
+            "a weight has a hook on its gradient": any(
+                getattr(one.sharded_param, "_post_accumulate_grad_hooks", None)
+                for one in parameters
+            ),
+        }
+        return next((why for why, holds in found.items() if holds), "")
+
+    def set(self, given: Config) -> None:
+        self._given = given or self._own
+        self._put(self._given)
+
+    def begin_step(self) -> None:
+        self._idle = True
+
+    def train(self) -> None:
+        if self._now is not self._given:
+            self._put(self._given)
+        self._idle = False
+
+    def evaluate(self) -> None:
+        """Before a call without gradients: evaluation is the script's own. Not while a backward
+        pass may still need the weights that were gathered for it."""
+        if self._idle and self._now is not self._own:
+            self._put(self._own)
+
+    def recover(self) -> bool:
+        """After an exception in a call, begin anew with the script's own settings. Returns False
+        if another rank has not failed, or this version of torch cannot."""
+        if not self._roots:
+            return True
+        if not all(hasattr(one, "_reset_iter_state") for one in self._roots):
+            return False
+        group = ranks.Group.current()
+        if group is not None and not group.meet(f"advisor/failed/{next(_failures)}"):
+            return False
+        for root in self._roots:
+            root._reset_iter_state()
+        self.set(self._own)
+        return True
+
+    def reshard(self) -> None:
+        for one in self.modules:
+            one.reshard()
+
+    def _put(self, given: Config) -> None:
+        self._now = given
+        policies = {state: self._policy(state, given) for state in self._states}
+        if any(state._mp_policy != policy for state, policy in policies.items()):
+            self.reshard()
+            for state, policy in policies.items():
+                self._set_policy(state, policy)
+        for group, mesh in self._groups.items():
+            group.post_forward_mesh_info = mesh if given.get(knobs.RESHARD, True) else None
+        ahead = int(given.get(knobs.PREFETCH) or 0)
+        for root in self._roots:
+            inner = [one for one in root._state_ctx.all_states if one is not root]
+            for at, state in ((-1, root), *enumerate(inner)):
+                after, before = inner[at + 1 :], inner[: at if at >= 0 else None][::-1]
+                for name, others in zip(_AHEAD, (after, before), strict=True):
+                    vars(state)[name] = others[:ahead] or self._states[state][name]
+
+    def _policy(self, state: Any, given: Mapping[str, Value]) -> Any:
+        """FSDP2's MixedPrecisionPolicy. The root returns float32, as under autocast."""
+        own: Any = self._states[state]["_mp_policy"]
+        named = knobs.AUTOCAST.get(given.get(_FORMAT))
+        if named:
+            own = dataclasses.replace(
+                own,
+                param_dtype=getattr(torch, named),
+                reduce_dtype=torch.float32,
+                output_dtype=torch.float32 if state in self._roots else None,
+            )
+        elif given.get(_FORMAT) == knobs.BY_NAME[_FORMAT].default and self.dtype is not None:
+            own = dataclasses.replace(own, param_dtype=None, reduce_dtype=None)
+        if given.get(knobs.BF16_REDUCE):
+            own = dataclasses.replace(own, reduce_dtype=torch.bfloat16)
+        return own
+
+    def _set_policy(self, state: Any, policy: Any) -> None:
+        """Set a policy while weights are sharded. The gathered copies of each policy stay, empty:
+        compiled code and later switches use the same ones."""
+        state._mp_policy = policy
+        for group in _groups(state):
+            group.mp_policy = policy
+            for one in group.fsdp_params:
+                held = {n: vars(one).pop(n) for n in _GATHERED if n in vars(one)}
+                self._kept[one, one.mp_policy] = held
+                one.mp_policy = policy
+                vars(one).update({"all_gather_outputs": []} | self._kept.get((one, policy), {}))
+            group._init_mp_dtypes()
+
+
+def _groups(state: Any) -> list[Any]:
+    """A state's groups of parameters; before torch 2.11 it has at most one."""
+    groups = vars(state).get("_fsdp_param_groups")
+    if groups is None:
+        groups = [state._fsdp_param_group]
+    return [one for one in groups if one is not None]
+
+
+class Wrappers:
+    """The wrappers of a script's models, and which of their settings may be changed.
+
+    Attributes:
+        names: the knobs that all ranks offer. All ranks create this object at the same step.
+        own: the script's own settings that are not the default.
+        dtype: the number format of FSDP2's policy.
+        locked: whether that policy keeps fp32 and sets something else.
+        limits: what is not tuned, and why.
+        is_sharded: whether FSDP2 shards weights, with settings that are tuned.
+        left_alone: whether only flags and the loader are tuned.
+    """
+
+    def __init__(
+        self,
+        outers: Iterable[nn.Module],
+        seen: Mapping[nn.Module, ReplicaObserver] | None = None,
+    ) -> None:
+        modules = list(dict.fromkeys(itertools.chain(*(one.modules() for one in outers))))
+        parallel = [one for one in modules if isinstance(one, DistributedDataParallel)]
+        self._replicas = [_Replica(one, (seen or {}).get(one)) for one in parallel]
+        fsdp = sys.modules.get("torch.distributed.fsdp")
+        sharded = [one for one in modules if isinstance(one, getattr(fsdp, "FSDPModule", ()))]
+        self.shards = Shards(sharded)
+        kinds = {type(one).__name__ for one in modules if one not in sharded}
+        older = any(one.startswith(("FullyShardedDataParallel", "DeepSpeed")) for one in kinds)
+        self.left_alone = older or self.shards.why_not != ""
+        why = f": {self.shards.why_not}" if self.shards.why_not else ""
+        limits = [_SHARDED + why] if self.left_alone else []
+        limits += [_FIXED] if any(one.fixed for one in self._replicas) else []
+        if self.left_alone:
+            self.shards = Shards(())
+        self.dtype, self.locked, self.limits = self.shards.dtype, self.shards.locked, (*limits,)
+        self.is_sharded = bool(self.shards.modules)
+        parts: list[_Replica | Shards] = [*self._replicas]
+        parts += [self.shards] if self.is_sharded else []
+        self.own = Config(
+            {n: v for one in parts for n, v in one.own.items() if v != knobs.BY_NAME[n].default}
+        )
+        offered = [set(one.names) for one in parts]
+        found = ranks.common(set.intersection(*offered)) if offered else set[str]()
+        self.names = tuple(sorted(found))
+
+    def set(self, rows: Mapping[str, Value]) -> None:
+        """Set a config's values that differ from the script's, between two steps. All ranks do it
+        at the same step. Knobs that this script does not offer are ignored."""
+        given = {name: value for name, value in rows.items() if name in (*self.names, _FORMAT)}
+        self._in_bf16 = bool(given.get(knobs.BF16_REDUCE))
+        for one in self._replicas:
+            one.set(given)
+        self.shards.set(Config(given))
+
+    def reduce(self, vector: Tensor) -> Tensor:
+        """Average gradients over the ranks, as DistributedDataParallel does now, in place; FSDP2
+        has done it already."""
+        for one in self._replicas[:1]:
+            group = one.parallel.process_group
+            if self._in_bf16:
+                reduced: Tensor = _hooks().bf16_compress_hook(group, _Bucket(vector)).wait()
+                return reduced
+            torch.distributed.all_reduce(vector, group=group)
+            vector /= torch.distributed.get_world_size(group)
+        return vector
+
+
+@dataclasses.dataclass
+class _Bucket:
+    """In place of a GradBucket."""
+
+    vector: Tensor
+
+    def buffer(self) -> Tensor:
+        return self.vector
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor."""
+    part: Tensor = getattr(tensor, "_local_tensor", tensor)
+    return part
