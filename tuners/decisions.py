@@ -21,10 +21,6 @@ config close to the best gets twice as many turns."""
 SETTLE_BLOCKS = 12
 """After this many blocks, or this many times TURN_S seconds, a config is timed although its step
 time still changes: its shapes vary, or the host is busy."""
-STALLED = 2.0
-"""How many times as slow as the last one a block may be without being repeated. One block of
-ResNet-152 held 53 s in which an epoch's workers started, and made bf16 seem 12.5 times as fast (3.8
-times by another tuning)."""
 HOPELESS = 0.8
 """Below this fraction of the best ratio so far, a visit ends after one turn. If a script waits for
 data for the remaining fraction of its time or more, its loader is tuned first: workers then gain a
@@ -45,7 +41,9 @@ RESOLVABLE = 2.0
 """An interval that ends above this multiple of its mean is too noisy: next to another tuning, one
 network seemed to gain 42 times (19.8-89.0), and 1.0 times on a quiet host. In 300 simulated tunings
 under a load that comes and goes no advice was off by more than 1.3 times. More workers are advised
-if the low end reaches this number: a script that waited 92% of its time gained 38x (12-120)."""
+if the low end reaches this number: a script that waited 92% of its time gained 38x (12-120). A
+block that is so many times as slow as the last one is measured again: one of ResNet-152 held 53 s
+in which workers started, and made bf16 seem 12.5 times as fast (3.8 times by another tuning)."""
 LEADERS = 3
 """Configs in the final race besides the baseline. Racing three raised 'picked within 1% of the
 best' from 82% to 97% at 1% noise; more configs leave less time for each."""

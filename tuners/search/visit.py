@@ -171,7 +171,7 @@ class Visitor:
             self._settle(config)
         for _ in range(limits.SETTLE_BLOCKS):
             block = self._block(config, self._steps(config, seconds))
-            stalled = block.step_s > limits.STALLED * self._settled[config]
+            stalled = block.step_s > limits.RESOLVABLE * self._settled[config]
             self._settled[config] = block.step_s
             if not (block.compiled or stalled):
                 break
