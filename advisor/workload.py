@@ -35,6 +35,7 @@ from advisor.tuners.knobs import (
     SAVING,
     SearchContext,
     described,
+    needs_comparison,
 )
 from advisor.tuners.measure.run import run as runs
 from advisor.tuners.measure.run.guarded_process import measurable
@@ -235,6 +236,9 @@ class RunWorkload:
         if opened.online:
             # CUDA graphs fail if a script reads their outputs too late.
             space.leave_out(lambda name, value: value in BY_NAME[name].graphs)
+            if seen.processes > 1 and opened.task.tolerance:  # nothing can be compared
+                own = space.default
+                space.leave_out(lambda n, v: needs_comparison(own.replace(**{n: v}), own))
         run.baseline = space.default
         _try_options(run, space)
         return space

@@ -346,7 +346,9 @@ def test_an_interrupted_comparison_leaves_nothing(
     command = [str(COMMAND), "compare", "--ref", "main", "--", "python", "train.py", str(tmp_path)]
     env = os.environ | env_of(tmp_path) | {"TMPDIR": str(tmp_path)}
     with (tmp_path / "err").open("w+") as err:
-        process = subprocess.Popen(command, env=env, stderr=err)
+        # A test run in the background ignores SIGINT, which its children would inherit.
+        act = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+        process = subprocess.Popen(command, env=env, stderr=err, preexec_fn=act)
         until(lambda: "both train" in Path(err.name).read_text() or process.poll() is not None)
         process.send_signal(number)
         assert process.wait(60) == 130
