@@ -290,18 +290,16 @@ GRAPHED_MODES = ("cudagraphs", "reduce-overhead", "max-autotune")
 def _compile_modes(here: SearchContext) -> tuple[Value, ...]:
     if not here.compiles or here.deterministic:
         return ()
-    if here.sharded:  # each block gathers its weights by hooks, which cannot be compiled
-        fits = here.repeats and not here.quick
-        fits &= here.device == "cuda" or bool(shutil.which(os.environ.get("CXX", "g++")))
-        return ("none", BLOCKS) if fits else ()
     if here.quick:
-        return ("none", "cudagraphs") if here.device == "cuda" else ()
+        return ("none", "cudagraphs") if here.device == "cuda" and not here.sharded else ()
     possible: tuple[str, ...] = ()
     if here.device == "cuda":  # Triton comes with CUDA; the CPU needs a C++ compiler
         possible = COMPILE_MODES_FULL if here.full else COMPILE_MODES
     elif shutil.which(os.environ.get("CXX", "g++")):
         possible = (BLOCKS, "default")
     modes = [mode for mode in possible if here.repeats or mode != BLOCKS]
+    if here.sharded:  # each block gathers its weights by hooks, which cannot be compiled
+        modes = [mode for mode in modes if mode == BLOCKS]
     return ("none", *modes) if modes else ()
 
 

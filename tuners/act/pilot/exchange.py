@@ -38,26 +38,27 @@ class ExchangeTimer:
             return ()
         self._profile.stop()
         before_us = (self._began_ns - self._profile.profiler.kineto_results.trace_start_ns()) / 1e3
-        spans = self._spans(self._profile.events() or ())
-        exchanges, work = ([(max(a, before_us), b) for a, b in one] for one in spans)
+        found = spans(self._profile.events() or (), of_gpu=self._of_gpu)
+        exchanges, work = ([(max(a, before_us), b) for a, b in one] for one in found)
         loads_s = min(loads_s, seconds)
         waits_s = min(covered([*exchanges, *work]) - covered(work), 1e6 * (seconds - loads_s)) / 1e6
         means = (one / max(1, steps) for one in (seconds, waits_s, loads_s))
         return (RankStep(**dict(zip(("step_s", "waits_s", "loads_s"), means, strict=True))),)
 
-    def _spans(self, events: Iterable[Any]) -> tuple[list[_Span], list[_Span]]:
-        """When exchanges ran, and when this process computed."""
-        exchanges, work = list[_Span](), list[_Span]()
-        for one in events:
-            span = one.time_range.start, one.time_range.end
-            if self._of_gpu:
-                if one.device_type.name == "CUDA" and not getattr(one, "is_user_annotation", False):
-                    (exchanges if "nccl" in one.name.lower() else work).append(span)
-            elif one.name.startswith("gloo:"):  # from its call to its result, by gloo's threads
-                exchanges.append(span)
-            elif one.name.startswith(("aten::", "Optimizer.step")):
-                work.append(span)
-        return exchanges, work
+
+def spans(events: Iterable[Any], *, of_gpu: bool) -> tuple[list[_Span], list[_Span]]:
+    """When exchanges ran, and when this process computed, by a profiler's events."""
+    exchanges, work = list[_Span](), list[_Span]()
+    for one in events:
+        span = one.time_range.start, one.time_range.end
+        if of_gpu:
+            if one.device_type.name == "CUDA" and not getattr(one, "is_user_annotation", False):
+                (exchanges if "nccl" in one.name.lower() else work).append(span)
+        elif one.name.startswith("gloo:"):  # from its call to its result, by gloo's threads
+            exchanges.append(span)
+        elif one.name.startswith(("aten::", "Optimizer.step")):
+            work.append(span)
+    return exchanges, work
 
 
 def covered(spans: Sequence[_Span]) -> float:

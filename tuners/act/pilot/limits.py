@@ -15,6 +15,7 @@ import torch
 from torch.utils._pytree import tree_flatten_with_path
 from torch.utils.data import DataLoader
 
+from advisor.tuners.act.pilot.exchange import spans
 from advisor.tuners.act.pilot.protocol import Limit
 from advisor.tuners.fingerprint import is_library
 
@@ -57,10 +58,8 @@ class LimitObserver:
                 torch.cuda.synchronize()
                 with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as p:
                     yield from range(LOOK_STEPS)
-                work = (one for one in p.events() if not getattr(one, "is_user_annotation", False))
-                work = (one for one in work if "nccl" not in one.name.lower())
-                times = (n.time_range.elapsed_us() for n in work if n.device_type.name == "CUDA")
-                self._busy_s = sum(times) / 1e6 / LOOK_STEPS
+                _exchanges, work = spans(p.events(), of_gpu=True)
+                self._busy_s = sum(end - start for start, end in work) / 1e6 / LOOK_STEPS
         for self._step in range(sys.maxsize):
             yield
 
