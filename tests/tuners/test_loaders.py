@@ -318,22 +318,50 @@ def test_workers_end_when_the_script_drops_the_iterator(patch: Loaders) -> None:
         gc.enable()
 
 
-def test_drained_share_counts_batches_taken_from_the_backlog(patch: Loaders) -> None:
-    data, unblock = Indexed(), multiprocessing.Event()
+def test_drained_share_is_what_workers_cannot_make_in_a_block(
+    patch: Loaders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, may_fetch = [1.0], [multiprocessing.Semaphore(0) for _ in range(2)]  # of each worker
+    monkeypatch.setattr(loaders.time, "perf_counter", lambda: now[0])
+    data = Indexed(length=200, fetch=lambda number: may_fetch[number % 2].acquire())
+    batches = iter(DataLoader(data, batch_size=1, num_workers=2, prefetch_factor=8))
 
-    def fetch(number: int) -> None:
-        assert number < 2 or unblock.wait(60)
+    def unfinished() -> int:
+        return loaders._outstanding(batches)[1]
 
-    data.fetch = fetch
-    batches = iter(DataLoader(data, batch_size=1, num_workers=2, prefetch_factor=3))
-    until(lambda: patch._queued()[1] == 4)  # six requested, two ready
+    def make(count: int) -> None:
+        left = unfinished() - count
+        for number in range(count):
+            may_fetch[number % 2].release()
+        until(lambda: unfinished() == left)
+
     patch.begin_block()
-    next(batches)
-    # One batch may be chance.
-    assert (patch.taken, patch.drained_share, patch._queued()[1]) == (1, 0.0, 5)
-    next(batches)
-    assert (patch.taken, patch.drained_share, patch._queued()[1]) == (2, 0.5, 6)
-    unblock.set()
-    until(lambda: patch._queued()[1] == 0)
-    assert sum(1 for _batch in batches) == 22
-    assert (patch.taken, patch.drained_share, patch._queued()[1]) == (24, 0.0, 0)
+    for _ in range(40):  # each worker takes a second for a batch
+        make(2)
+        now[0] += 1
+        next(batches), next(batches)
+    assert patch.drained_share == 0  # and as many are taken
+    make(2)
+    patch.begin_block()
+    next(batches), next(batches)
+    now[0] += 0.5  # two are taken, and one can be made
+    assert 0.2 < patch.drained_share <= 0.5
+    for number in range(200):
+        may_fetch[number % 2].release()
+    assert sum(1 for _batch in batches) == 118
+
+
+def test_idle_workers_do_not_count_as_slow(patch: Loaders, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1.0]
+    monkeypatch.setattr(loaders.time, "perf_counter", lambda: now[0])
+    batches = iter(DataLoader(Indexed(), batch_size=1, num_workers=2))
+    patch.begin_block()
+    for _ in range(20):  # slow steps
+        until(lambda: loaders._outstanding(batches)[1] == 0)
+        now[0] += 1
+        next(batches)
+    patch.begin_block()
+    for _ in range(4):
+        next(batches)
+    now[0] += 1e-3
+    assert patch.drained_share == 0

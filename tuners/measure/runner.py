@@ -24,7 +24,13 @@ class Block(TimedSteps):
     @property
     def outruns_loader(self) -> bool:
         """Whether its steps take batches faster than the loader makes them."""
-        return self.drained_share > 0 or self.waited_s > (GAIN - 1) * self.seconds
+        return self.waited_share > GAIN - 1
+
+    @property
+    def waited_share(self) -> float:
+        """The share of its time that steps wait for data, once no batch is ready before."""
+        waited = min(1.0, self.waited_s / self.seconds) if self.seconds else 0.0
+        return 1 - (1 - waited) * (1 - self.drained_share)
 
     @property
     def step_s(self) -> float:

@@ -66,7 +66,7 @@ class Visit:
     def waited(self) -> float:
         if not self.turns:
             return 0.0
-        return statistics.median(min(1.0, t.block.waited_s / t.block.seconds) for t in self.turns)
+        return statistics.median(turn.block.waited_share for turn in self.turns)
 
     @property
     def waits(self) -> bool:

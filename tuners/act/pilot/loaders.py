@@ -13,9 +13,9 @@ import sys
 import threading
 import time
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from traceback import walk_stack
 from types import CodeType
 from typing import Any
@@ -33,9 +33,11 @@ from advisor.tuners.faults import Stopped, failure
 from advisor.tuners.knobs import LoaderFacts
 
 _NO_BATCH = object()
+_MADE_LATELY = 8  # batches of each worker that tell how fast workers are
 BATCH_TIMEOUT_S = 60.0  # a forked worker may hang on a lock that its parent held
 # The call stack that began an iterator: it stays the same if each epoch makes a new loader.
 _CallSite = tuple[tuple[CodeType, int], ...]
+_Workers = tuple[_CallSite, int]  # workers that one place in the script starts, and their number
 
 
 class _AdvisorLoader(DataLoader[Any]):
@@ -52,8 +54,44 @@ class _LoaderEpoch:
     pinned: bool
     own: dict[str, Any]  # the settings of its own workers, if advisor has replaced them
     why: str  # why advisor has not replaced them, if it was to
+    made: _Made
     prefetcher: Prefetcher | None = None  # None until advisor has started workers for it
     batches: Any = _NO_BATCH  # the workers' iterator; None without it, _NO_BATCH until decided
+    looked: float = field(default_factory=time.perf_counter)  # when its workers were looked at
+    finished: int = 0  # batches of its workers until then
+
+    def look(self, iterator: Any, *, counts: bool = True) -> None:
+        """Note what its workers have done since the last look, between two requests at most."""
+        if isinstance(iterator, _MultiProcessingDataLoaderIter) and not iterator._shutdown:
+            before, known = self.looked, self.finished
+            unfinished = _outstanding(iterator)[1]
+            self.looked, self.finished = time.perf_counter(), iterator._send_idx - unfinished
+            if counts:
+                self.made.add(self.looked - before, self.finished - known, unfinished)
+
+
+@dataclass(slots=True)
+class _Made:
+    """The batches that some workers made lately, and the seconds that they worked on them: those
+    between two looks count for as many workers as are busy at the second look at least."""
+
+    workers: int
+    busy_s: float = 0.0
+    finished: float = 0.0
+    in_work: int = 0
+
+    def add(self, seconds: float, finished: int, unfinished: int) -> None:
+        self.in_work = min(unfinished, self.workers)
+        self.busy_s += self.in_work * seconds
+        self.finished += finished
+        if self.finished > _MADE_LATELY * self.workers:  # a first epoch reads from a cold disk
+            self.finished /= 2
+            self.busy_s /= 2
+
+    @property
+    def per_s(self) -> float:
+        """The most batches that all these workers could make in a second."""
+        return self.workers * (self.finished + self.in_work) / self.busy_s if self.busy_s else 0.0
 
 
 class Loaders:
@@ -67,7 +105,9 @@ class Loaders:
     def __init__(self, failed: Callable[[Exception], None], *, override: bool = False) -> None:
         self._failed, self._override = failed, override
         self.waited_s = 0.0  # seconds waited for batches since `begin_block`
-        self.taken = self._unfinished_before = 0  # batches from workers since `begin_block`
+        self._began = 0.0  # when a block began; 0 if none has
+        self._taken: Counter[_Workers] = Counter()  # batches of workers since then
+        self._made: dict[_Workers, _Made] = {}
         self.batches = self.samples = 0  # of an epoch of the feeding loader; 0 if unknown
         self.feeding: Callable[[], Any] = lambda: None  # the iterator of the last training batch
         self._batch_bytes = self._most = 0
@@ -104,28 +144,24 @@ class Loaders:
         )
 
     def begin_block(self) -> None:
-        self.waited_s, self.taken, self._unfinished_before = 0.0, 0, self._queued()[1]
+        if not self._began:
+            for iterator, epoch in list(self._epochs.items()):
+                epoch.look(iterator, counts=False)
+        self.waited_s, self._began = 0.0, time.perf_counter()
+        self._taken.clear()
 
     @property
     def drained_share(self) -> float:
-        """Share of the `taken` batches by which the workers' backlog grew; 0 if a worker is idle,
-        or for one batch, which may be chance. An iterator's first requests do not count."""
-        _, unfinished, workers = self._queued()
-        growth = unfinished - self._unfinished_before
-        if unfinished < workers or growth <= 1 or not self.taken:
-            return 0.0
-        return min(growth, self.taken - 1) / self.taken
+        """The share of a block's batches that were ready before: more than the workers can make in
+        the block's time, at the pace of their last batches."""
+        took_s = time.perf_counter() - self._began
+        paces = ((taken, self._made[workers].per_s) for workers, taken in self._taken.items())
+        return max([0.0, *(1 - took_s * pace / taken for taken, pace in paces if pace)])
 
     @property
     def prefetched(self) -> int:
         """Batches that workers have ready or are loading."""
-        return self._queued()[0]
-
-    def _queued(self) -> tuple[int, int, int]:
-        """(Batches requested from workers, unfinished batches, workers) of all iterators."""
-        found = [(*_outstanding(i), epoch.workers) for i, epoch in list(self._epochs.items())]
-        asked, unfinished = sum(one[0] for one in found), sum(one[1] for one in found)
-        return asked, unfinished, sum(workers for _, n, workers in found if n)
+        return sum(_outstanding(one)[0] for one in list(self._epochs))
 
     @property
     def at_work(self) -> bool:
@@ -172,10 +208,10 @@ class Loaders:
                 loader.num_workers, loader.timeout = workers, timeout
         known = loader if own or not workers else None
         call_site = tuple((frame.f_code, line) for frame, line in walk_stack(sys._getframe()))
+        made = self._made.setdefault((call_site, workers), _Made(workers))
         self._epochs[iterator] = _LoaderEpoch(
-            known, call_site, workers, loader.pin_memory, own, why
+            known, call_site, workers, loader.pin_memory, own, why, made
         )
-        self._unfinished_before += _outstanding(iterator)[1]
         return iterator
 
     def _timed(self, plain: Callable[[Any], Any], iterator: Any) -> Any:
@@ -184,11 +220,12 @@ class Loaders:
         began, epoch = time.perf_counter(), self._epochs.get(iterator)
         if torch.is_grad_enabled():
             self.feeding = weakref.ref(iterator)
+        self._look()
         try:
             batch = _NO_BATCH if epoch is None else self._from_workers(iterator, epoch, plain)
             if batch is _NO_BATCH:
                 batch = plain(iterator)
-                self.taken += epoch is not None and epoch.workers > 0
+                self._took(iterator)
             if epoch is not None and self._looking and torch.is_grad_enabled():
                 self._observe(epoch, batch)
                 with contextlib.suppress(Exception):  # of any kind: the script's sampler has no len
@@ -197,6 +234,7 @@ class Loaders:
             return batch
         finally:
             self.waited_s += time.perf_counter() - began
+            self._look()
 
     def _from_workers(self, iterator: Any, epoch: _LoaderEpoch, plain: Callable[[Any], Any]) -> Any:
         """The next batch of advisor's workers; _NO_BATCH without workers, or if they fail."""
@@ -219,8 +257,18 @@ class Loaders:
                 exc = Stopped("unfed", f"{failure(exc)[1]}; the loader goes on by itself")
             self._failed(exc)
             return _NO_BATCH
-        self.taken += 1
+        self._took(epoch.batches)
         return batch
+
+    def _took(self, iterator: Any) -> None:
+        epoch = self._epochs.get(iterator)
+        if epoch is not None and isinstance(iterator, _MultiProcessingDataLoaderIter):
+            self._taken[epoch.call_site, epoch.workers] += 1
+
+    def _look(self) -> None:
+        if self._began:
+            for iterator, epoch in list(self._epochs.items()):
+                epoch.look(iterator)
 
     def _observe(self, epoch: _LoaderEpoch, batch: Any) -> None:
         loader, why = epoch.loader, epoch.why
