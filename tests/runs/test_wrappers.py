@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from advisor.cache.config import Value
@@ -58,7 +59,7 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.counts:
-            self.scale.mul_(1.0)
+            self.scale.mul_(1.001)
         for layer in self.layers:
             x = x + layer(x).relu() * self.scale.to(x.dtype)
         return x * self.fault if torch.is_autocast_enabled("cpu") else x
@@ -343,6 +344,7 @@ def test_a_fault_of_one_rank_is_the_verdict_of_all(tmp_path: Path) -> None:
     assert [one[0] for one in found[0]["results"]] == ["wrong", "ok"]
 
 
+@pytest.mark.skipif(not hasattr(FSDPState, "_reset_iter_state"), reason="needs torch 2.12")
 def test_a_failure_of_all_ranks_costs_one_step(tmp_path: Path) -> None:
     """FSDP2's gathered weights and policy are as before, and the script goes on."""
     job = {"wrapper": "fsdp", "how": {"fails": True}, "steps": 20}

@@ -38,24 +38,29 @@ _failures = itertools.count()
 
 
 class ReplicaObserver:
-    """Observes the buffers of a DistributedDataParallel in a script's first steps."""
+    """Observes the buffers of a DistributedDataParallel in a script's first steps: their values,
+    because its broadcast writes the same ones again."""
 
     def __init__(self, parallel: DistributedDataParallel) -> None:
         self._parallel = parallel
-        self._steps = list[list[tuple[int, int]]]()
+        self._first: list[Tensor] | None = None
+        self._steps, self._same = 0, True
         self._has_statistics = any(
             getattr(one, "running_mean", None) is not None for one in parallel.modules()
         )
 
     def stepped(self) -> None:
-        buffers = [one for one in self._parallel.buffers() if not one.is_inference()]
-        self._steps.append([(id(one), one._version) for one in buffers])
+        buffers = [one.detach() for one in self._parallel.buffers()]
+        if self._first is None:
+            self._first = [one.clone() for one in buffers]
+        self._steps += 1
+        self._same = self._same and len(buffers) == len(self._first)
+        self._same = self._same and all(map(torch.equal, self._first, buffers))
 
     @property
     def keeps_buffers(self) -> bool:
         """Whether no step changes a buffer, so that all ranks keep the same ones."""
-        same = all(one == self._steps[0] for one in self._steps)
-        return len(self._steps) > 1 and same and not self._has_statistics
+        return self._steps > 1 and self._same and not self._has_statistics
 
 
 class _Replica:
