@@ -39,6 +39,7 @@ CONVOLVING_ON_A_CPU = space("cpu", cpu_bf16=True, cores=2, threads=2)
 WITHOUT_BF16 = space("cpu", cpu_bf16=False, cores=2, threads=2)
 WORKLOAD = space(use="capture", batches=(64, 128, 256))
 KEPT = ("fused_optimizer",)
+VOLUMES = space(dimensions=5)
 WITH_LOADER = space(workers=8, own=Config(num_workers=2))
 
 
@@ -73,6 +74,14 @@ def test_mode_that_fails_in_one_format_is_tried_in_another() -> None:
     tuned(machine, ON_A_GPU, 300.0, heard=heard)
     assert any(trial.measurement.outcome == "failed" for trial in heard.trials)
     assert heard.best[-1]["compile"] == "reduce-overhead"
+
+
+@pytest.mark.parametrize(
+    ("gain", "first"), [(1.1, f"{GRAPHS} bf16"), (0.7, "reduce-overhead bf16")]
+)
+def test_volumes_are_compiled_in_the_faster_layout(gain: float, first: str) -> None:
+    machine = MadeUp(VOLUMES.default, gains={**GAINS, ("channels_last", True): gain})
+    assert visits(machine, VOLUMES)[:3] == [EAGER_BF16, "bf16", first]
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ class Recipe:
                 if config is not None and self._is_new(config):
                     yield Proposal(config, origin, compares=stage == self._half)
                     yield from self._loader(STARVED)
-            if stage == self._compiled:
+            if stage == self._lighter:
                 yield from self._loader()
 
     def _is_new(self, config: Config) -> bool:
@@ -68,10 +68,10 @@ class Recipe:
 
     @property
     def _format(self) -> Config:
-        """The number format and layout to compile: the first of the recipe that runs; without a
-        GPU the fastest."""
+        """The number format and layout to compile: the first of the recipe that runs; the fastest
+        of them without a GPU, and for volumes."""
         found = [config for config in self._recipes() if self._runs(config)]
-        if not self._has_graphs:
+        if self._space.volumes or not self._has_graphs:
             seen = [v for c in (*found, self._near({})) if (v := self._visits.get(c)) and v.ok]
             return max(seen, key=score).config if seen else self._near({})
         return next((c for c in found if c.changed(self._space.default)), self._near({}))
@@ -85,11 +85,14 @@ class Recipe:
         return config in self._visits and self._runs(config)
 
     def _recipes(self) -> Iterator[Config]:
-        """Yields the configs of RECIPE whose number format is not ruled out."""
+        """Yields the configs of RECIPE whose number format is not ruled out; for volumes each also
+        in its own layout."""
         for changes in knobs.RECIPE:
             formats = {(n, v) for n, v in changes.items() if n in knobs.FORMATS}
             if not formats & self._visits.ruled_out:
                 yield self._near(changes)
+                if self._space.volumes:
+                    yield self._near(dict(formats))
 
     def _half(self) -> Iterator[Config | None]:
         """Number formats, not compiled. With a GPU, where eager code may hide their gain, until one
@@ -106,6 +109,9 @@ class Recipe:
                 if tried in self._visits and self._runs(tried):
                     self._saves = changes
                     if self._has_graphs or score(self._visits[tried]) >= least:
+                        if self._space.volumes:
+                            formats = tried.only(*knobs.FORMATS)
+                            yield self._near(formats | changes)
                         return
                     break
 

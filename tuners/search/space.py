@@ -13,7 +13,14 @@ from advisor.tuners.knobs import COMPUTE, INPUT, SearchContext
 
 
 class Space:
-    """Knob names and the values offered, torch's own first; fixed knobs have one value."""
+    """Knob names and the values offered, torch's own first; fixed knobs have one value.
+
+    Attributes:
+        volumes: whether inputs have three spatial dimensions. On an H200 channels_last made a 3D
+            U-Net with InstanceNorm 1.45 times as slow (benchmarks/results/memory.md).
+    """
+
+    volumes = False
 
     def __init__(
         self,
@@ -34,7 +41,9 @@ class Space:
             # A run loads its data in its steps.
             stage = COMPUTE if here.use == PILOT else knob.stage
             by_stage[stage][knob.name] = _offered(knob, here)
-        return cls(by_stage[COMPUTE], by_stage[INPUT])
+        space = cls(by_stage[COMPUTE], by_stage[INPUT])
+        space.volumes = here.dimensions == 5
+        return space
 
     @property
     def batches(self) -> tuple[int, ...]:
