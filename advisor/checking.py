@@ -121,7 +121,7 @@ def limits_of(command: Sequence[str], plan: Plan, cache: Cache, progress: Progre
             step_s = Visitor(run, run.baseline, clock, lambda _config: None).begin().step_s
         except ConfigFailed as exc:
             raise WorkerError(f"its steps were not timed: {exc}; {clock.larger}") from exc
-        ranks = run.rank_steps(deadline_s=clock.deadline_s)
+        ranks = run.rank_steps(step_s, deadline_s=clock.deadline_s)
         began, found, ended, until = clock.now(), tuple[Limit, ...](), "", 0.0
         while clock.left_s > 0:
             steps = max(1, round(min(SLOW_TURN_S, clock.left_s) / step_s))

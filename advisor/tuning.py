@@ -16,7 +16,7 @@ from advisor.cache.key import fingerprint
 from advisor.cache.kinds import Shape
 from advisor.cache.match import SimilarRecord, compare
 from advisor.cache.name import command_digest
-from advisor.cache.record import CUT_SHORT, LOOP, WITHIN, Provenance, Record
+from advisor.cache.record import CUT_SHORT, LOOP, WITHIN, Choice, Provenance, Record
 from advisor.cache.records import Records
 from advisor.cache.settings import max_artifacts
 from advisor.cache.task import Task, permissions
@@ -46,7 +46,8 @@ LOADER_S, LOADER_SHARE = 25.0, 0.25
 """Seconds reserved to tune a workload's loader (two turns of a second for some ten settings), or to
 measure a run's other batches, and the largest share of the budget for it."""
 PROFILE_S = 10.0
-"""Seconds that a look at the ranks of a job may take after the search."""
+"""Seconds that a look at the ranks of a job may take after the search, besides its steps: a GPU's
+profiler takes some to start."""
 MAX_TRIED_FIRST = 2
 """The most configs of similar records that are tried first."""
 
@@ -290,7 +291,7 @@ class Tuning:
         tuner = Tuner(runner, space, study, options, self.progress, clock)
         self._tell_start(tuner.known)
         found = tuner.run()
-        if not found.interrupted and (limited := self._limited(clock)):
+        if not found.interrupted and (limited := self._limited(found.baseline, clock)):
             found = dataclasses.replace(found, remarks=(*found.remarks, limited))
         if space.inputs and not found.interrupted:
             clock.release()
@@ -302,12 +303,14 @@ class Tuning:
             found = BatchSizes(run, self.opened.seen, clock).add_to(found)
         return found
 
-    def _limited(self, clock: Clock) -> str:
+    def _limited(self, own: Choice, clock: Clock) -> str:
         """What limits a job of several ranks; '' for others. After the last timed step, because a
         profiler may change later ones."""
-        run, seconds = self.opened.runner, max(PROFILE_S, clock.deadline_s)
-        ranks = run.rank_steps(deadline_s=seconds) if isinstance(run, Run) else ()
-        return rank_shares.line(ranks)
+        run, step_s = self.opened.runner, own.batch / own.samples_per_s
+        if not isinstance(run, Run):
+            return ""
+        seconds = max(clock.deadline_s, PROFILE_S + 2 * rank_shares.PROFILED_STEPS * step_s)
+        return rank_shares.line(run.rank_steps(step_s, deadline_s=seconds))
 
     def _first_guesses(self, similar: Sequence[SimilarRecord]) -> list[Config]:
         """Winners of similar records: stale ones, of other shapes or devices, of one family."""

@@ -12,8 +12,8 @@ from advisor.cache.task import OFFLOADED
 from advisor.errors import printable
 from advisor.report.data import Bars, Section, Table
 from advisor.report.text import WRONG, outcome, rate, ratios
-from advisor.tuners.act.pilot.parts import PARTS, micro_batches, size_of, unmodified_bytes
-from advisor.tuners.decisions import GAIN
+from advisor.tuners.act.pilot.parts import FIXED, PARTS, micro_batches, size_of, unmodified_bytes
+from advisor.tuners.decisions import GAIN, LEAST_FREE
 from advisor.tuners.knobs import CHECKPOINT, OFFLOAD, SAVING, TORCH, described
 
 
@@ -118,9 +118,27 @@ def lines(record: Record) -> Iterator[str]:
         total = 2**30 * record.key.environment.device.memory_gib
         limit = record.key.task.max_memory or total - size_of(record.memory, "others")
         yield f"Your unmodified script needs about {size(needs)}, of {size(limit)}."
+    ranks, held = record.key.task.processes, size_of(record.memory, *FIXED)
+    if ranks > 1 and "unsharded" not in record.memory:
+        saved = size(held - held // ranks)
+        yield f"Sharded over its {ranks} ranks (fully_shard), each would need about {saved} less."
     if found := slowdown(record):
         faster = f"{1 / found:.2f}x as fast as" if found < 1.005 else f"{found:.2f}x slower than"
         yield f"The advice is {faster} your script would be with enough memory (estimated)."
+
+
+def sharding(record: Record) -> str:
+    """Whether a job's GPUs could hold what they share; '' if they share no weights."""
+    whole, memory = size_of(record.memory, "unsharded"), record.memory
+    if not whole:
+        return ""
+    needs = size_of(memory, "peak") - size_of(memory, *FIXED) + whole
+    room = 2**30 * record.key.environment.device.memory_gib - size_of(memory, "others")
+    needed = "needed" if needs > (1 - LEAST_FREE) * room else "not needed"
+    return (
+        f"For the memory, sharding is {needed}: without it a GPU would hold about {size(needs)} of "
+        f"{size(room)}."
+    )
 
 
 def slowdown(record: Record) -> float:

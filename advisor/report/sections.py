@@ -228,6 +228,8 @@ def remarks(record: Record) -> Iterator[str]:
     if doubtful(record):
         yield f"{DOUBTFUL}."
     yield from caveats_of(record)
+    if line := memory.sharding(record):
+        yield line
     if made.steps:
         yield f"Chosen for a job of {made.steps:,} steps."
     elif made.duration_s:

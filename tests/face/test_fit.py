@@ -417,6 +417,19 @@ def test_other_batches_are_shown_with_the_accumulation_that_keeps_yours() -> Non
     check_page(page(one), ("chosen", "ladder", "batches", "memory"))
 
 
+def test_whether_sharding_is_needed_is_said() -> None:
+    parts = PARTS | {"gradients": GIB, "optimizer_state": 2 * GIB}
+    for whole, said in (
+        (8 * GIB, "not needed: without it a GPU would hold about 13 GiB"),
+        (2**40, "needed: "),
+    ):
+        assert f"sharding is {said}" in memory.sharding(record(**parts, unsharded=whole))
+    alone = record(**parts)
+    assert not memory.sharding(alone)
+    two = replace(alone, key=examples.changed(alone.key, "processes", 2))
+    assert "(fully_shard), each would need about 2 GiB less." in "".join(memory.lines(two))
+
+
 def test_records_without_parts_say_nothing_of_memory() -> None:
     made = examples.record()
     assert not list(memory.sections(made)) and memory.slowdown(made) == 0

@@ -142,7 +142,7 @@ def test_a_lost_connection_is_no_fault_of_a_config() -> None:
 def test_a_slow_rank_is_named(folder: Path) -> None:
     command = job(folder, "time.sleep(0.3)", "True", 4)
     with started_run(command) as (run, _seen, own):
-        ranks = run.rank_steps(deadline_s=200)
+        ranks = run.rank_steps(0.1, deadline_s=200)
         shares = rank_shares.shares(ranks)
         assert next(iter(shares)) == "rank 1", ranks
         assert ranks[1].waits_s < min(one.waits_s for rank, one in enumerate(ranks) if rank != 1)

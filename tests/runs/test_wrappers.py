@@ -14,6 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_state_dict,
+)
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -158,6 +163,11 @@ def run_rank(env: Mapping[str, str], folder: Path, job: Mapping[str, Any]) -> No
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
     guide = Guide(job.get("values") or [], job.get("compares", False))
     pilot = Pilot(guide, RecordedSteps()) if "values" in job else None
+    if loads := job.get("loads"):
+        given = zip(("model_state_dict", "optim_state_dict"), torch.load(loads), strict=True)
+        set_state_dict(
+            net, optimizer, **dict(given), options=StateDictOptions(full_state_dict=True)
+        )
     steps = []
     for step in range(job["steps"]):
         guide.step = step + 1
@@ -179,6 +189,11 @@ def run_rank(env: Mapping[str, str], folder: Path, job: Mapping[str, Any]) -> No
         after = [local(one.grad) for one in net.parameters() if one.grad is not None]
         torch.testing.assert_close(after, before, rtol=0, atol=0)
         steps.append({"sent": messages.sent, "loss": loss.item(), "views": views, "fused": fused})
+    if "loads" in job:  # a checkpoint while a config is in force
+        whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        saved = get_state_dict(net, optimizer, options=whole)
+        if dist.get_rank() == 0:
+            torch.save(saved, folder / "checkpoint.pt")
     names = [] if pilot is None else [*guide.seen.wrapped]
     found = {"steps": steps, "visited": guide.visited, "offered": names}
     found["results"] = [[one.outcome, one.reason, one.steps] for one in guide.results]
@@ -288,6 +303,38 @@ def test_settings_of_fsdp2_act_and_are_undone(tmp_path: Path, size: int) -> None
     assert fused["fused"] and fused["sent"] == own["sent"]
 
     assert_trains_alike(tmp_path, found, size, job, until=len(values) - 4)
+
+
+CHECKPOINTED: dict[str, list[dict[str, Value]]] = {
+    "ddp": [{"bucket_cap_mb": 5, "gradient_as_bucket_view": True}, {"broadcast_buffers": False}],
+    "fsdp": [{"precision": "bf16", "fused_optimizer": True, "prefetch_modules": 2}],
+}
+
+
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp"])
+def test_checkpoints_load_with_and_without_a_config(tmp_path: Path, wrapper: str) -> None:
+    """Of weights and of the optimizer's state, both ways, in PyTorch's distributed format."""
+    job = {"wrapper": wrapper, "steps": 14, "watches": False}
+    run_job(tmp_path / "plain", **job, loads="")
+    of_plain, of_tuned = (str(tmp_path / name / "checkpoint.pt") for name in ("plain", "tuned"))
+    values = CHECKPOINTED[wrapper]
+    tuned = run_job(tmp_path / "tuned", **job, values=values, loads=of_plain)[0]
+    ours = run_job(tmp_path / "resumed", **job, loads=of_plain)[0]
+    assert len(tuned["visited"]) == len(values)
+    run_job(tmp_path / "back", **job, loads=of_tuned)
+    losses = ([step["loss"] for step in one["steps"]] for one in (tuned, ours))
+    torch.testing.assert_close(*map(torch.tensor, losses), rtol=1e-2, atol=0)
+    plain, found = (torch.load(one) for one in (of_plain, of_tuned))
+    assert kinds_of(plain) == kinds_of(found)
+
+
+def kinds_of(tree: Any) -> Any:
+    """A checkpoint's names, dtypes and shapes."""
+    if isinstance(tree, Mapping):
+        return {name: kinds_of(one) for name, one in tree.items()}
+    if isinstance(tree, list | tuple):
+        return [kinds_of(one) for one in tree]
+    return (tree.dtype, tree.shape) if isinstance(tree, Tensor) else type(tree)
 
 
 def test_evaluation_of_a_sharded_model_is_the_scripts_own(tmp_path: Path) -> None:

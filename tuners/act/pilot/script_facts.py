@@ -15,8 +15,9 @@ from advisor.cache.task import DTYPES, Task
 from advisor.errors import printable
 from advisor.tuners import environment, fingerprint, knobs
 from advisor.tuners.act.pilot.loop_observer import VARIES, Input, LoopObserver, TrainedModel
-from advisor.tuners.act.pilot.parts import MICRO
+from advisor.tuners.act.pilot.parts import FIXED, MICRO, size_of
 from advisor.tuners.act.pilot.switch import replicates
+from advisor.tuners.act.pilot.wrappers import local
 from advisor.tuners.act.ranks import Group
 from advisor.tuners.compiling import repeated
 from advisor.tuners.knobs import LoaderFacts, ScriptSettings
@@ -173,17 +174,16 @@ def breakdown(
     device: torch.device,
 ) -> Config:
     """Bytes of the steps so far, by name in PARTS; empty on a CPU. Only steps that save memory have
-    `host`, `blocks` and `block`, the name of the repeated blocks' class."""
+    `host`, `blocks` and `block`, the name of the repeated blocks' class. Where ranks share weights,
+    `unsharded` is what each would hold of FIXED without."""
     if device.type != "cuda":
         return Config()
     weights = [w for one in trained for w in (*one.model.parameters(), *one.model.buffers())]
     states = [state for optimizer in optimizers for state in optimizer.state.values()]
     state = [value for one in states for value in one.values() if isinstance(value, Tensor)]
-    found = {
-        "weights": _bytes(weights, device),
-        "gradients": _bytes((one for one in weights if one.requires_grad), device),
-        "optimizer_state": _bytes(state, device),
-    }
+    parts = weights, [one for one in weights if one.requires_grad], state
+    found = {name: _bytes(map(local, one), device) for name, one in zip(FIXED, parts, strict=True)}
+    whole = {"unsharded": sum(_bytes(one, device) for one in parts)}
     peak = torch.cuda.max_memory_allocated(device)
     free, total = torch.cuda.mem_get_info(device)
     found |= {
@@ -198,13 +198,15 @@ def breakdown(
     # The peak has one block's.
     again = [call.kept_bytes for call in kept]
     saved = {"host": sum(held), "blocks": sum(again) - max(again, default=0)} if held else {}
+    saved |= whole if whole["unsharded"] > size_of(Config(found), *FIXED) else {}
     named = {"block": type(kept[0].block).__name__} if kept else {}
     return Config(found | saved, **named)
 
 
 def _bytes(tensors: Iterable[Tensor], device: torch.device) -> int:
     # Shared ones once. Not by their storage, which sharded tensors do not have.
-    return sum({id(one): one.nbytes for one in tensors if one.device == device}.values())
+    there = {id(one): one for one in tensors if one.device == device}
+    return sum(one.nbytes for one in there.values())
 
 
 def _script_settings(

@@ -27,7 +27,7 @@ from advisor.tuners.act.pilot.protocol import (
 from advisor.tuners.act.pilot.script_facts import ScriptFacts
 from advisor.tuners.decisions import HEADROOM, START_S, STARTS
 from advisor.tuners.measure.run.mapped_options import MappedOptions
-from advisor.tuners.measure.run.rank_shares import PROFILED_STEPS, steps_to_profile
+from advisor.tuners.measure.run.rank_shares import steps_to_profile
 from advisor.tuners.measure.run.session import (
     AttachedScript,
     CommandProcess,
@@ -218,15 +218,15 @@ class Run:
         request = BlockRequest(config=own, own=own, steps=steps, limits=True)
         return self._running(own, until).results(request, until)[0].limits
 
-    def rank_steps(self, *, deadline_s: float) -> list[RankStep]:
-        """As `PilotSession.rank_steps`, of the unmodified script; [] if it ends meanwhile."""
+    def rank_steps(self, step_s: float, *, deadline_s: float) -> list[RankStep]:
+        """As `PilotSession.rank_steps`, of the unmodified script, whose steps take about `step_s`;
+        [] if it ends meanwhile."""
         own, until = self.baseline, time.monotonic() + deadline_s
         if self._processes < 2:
             return []
         with suppress(RunEnded, ConfigFailed):
             at = self._running(own, until)
-            short = BlockRequest(config=own, own=own, steps=PROFILED_STEPS, warm=2)
-            return at.rank_steps(steps_to_profile(at.block(short, until).step_s), own, until)
+            return at.rank_steps(steps_to_profile(step_s), own, until)
         return []
 
     def _attempt(
@@ -391,7 +391,7 @@ class AttachedRun(Run):
         session = self._running(config, time.monotonic() + START_S)
         session.tell(BlockRequest(config=config, own=self.baseline, found=found))
 
-    def rank_steps(self, *, deadline_s: float) -> list[RankStep]:
+    def rank_steps(self, step_s: float, *, deadline_s: float) -> list[RankStep]:
         return []  # a real run is not profiled
 
     def stop(self) -> None:
