@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import json
 import os
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -199,6 +201,13 @@ def run_rank(env: Mapping[str, str], folder: Path, job: Mapping[str, Any]) -> No
     found["results"] = [[one.outcome, one.reason, one.steps] for one in guide.results]
     found["lines"] = [] if pilot is None else guide.seen.lines()
     found["graphs"] = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    if pilot is not None and job.get("exits"):
+        pilot._exits()
+        gone = weakref.ref(net)
+        del net, loss_of, loss, optimizer, gradients
+        gc.collect()
+        assert gone() is None, gc.get_referrers(gone())
+        os._exit(0)
     if pilot is not None:
         pilot.release()
         assert not left_behind(), left_behind()
@@ -326,6 +335,16 @@ def test_checkpoints_load_with_and_without_a_config(tmp_path: Path, wrapper: str
     torch.testing.assert_close(*map(torch.tensor, losses), rtol=1e-2, atol=0)
     plain, found = (torch.load(one) for one in (of_plain, of_tuned))
     assert kinds_of(plain) == kinds_of(found)
+
+
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp"])
+def test_the_scripts_objects_are_freed_at_exit(tmp_path: Path, wrapper: str) -> None:
+    """Else a file that it never closes is not written out."""
+    values = CHECKPOINTED[wrapper]
+    env = {"GLOO_SOCKET_IFNAME": "lo", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    env |= {"MASTER_PORT": str(free_port()), "RANK": "0"}
+    job = {"wrapper": wrapper, "steps": 14, "watches": False, "values": values, "exits": True}
+    assert call(run_rank, env, tmp_path, job).wait(200) == 0
 
 
 def kinds_of(tree: Any) -> Any:

@@ -229,6 +229,7 @@ class LoopObserver:
         self.called.clear()
         self._met.clear()
         self.optimizers.clear()
+        vars(self).pop("wrappers", None)
 
 
 def _weights(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:

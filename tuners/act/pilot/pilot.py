@@ -184,11 +184,18 @@ class Pilot:
         atexit.unregister(self._at_exit)
         self._guide.failed(exc)
         if self._looked:
-            self._at_exit()
+            self._guarded(self._tell_if_brief)()
         if self._switch is not None and self._request.config != self._switch.own:
             self._guide.script_failed(exc, self._request)
 
     def _exits(self) -> None:
+        self._tell_if_brief()
+        # Free the script's objects: a file that it never closes is written out then.
+        self._calls.pause()
+        self._observer.forget()
+        self._switch, self._trained = None, ()
+
+    def _tell_if_brief(self) -> None:
         if self._observer.called and not self._looked and self._guide.takes_over():
             self._guide.failed(Stopped("untrained", UNSTEPPED))
         elif self._looked and self._switch is None:
