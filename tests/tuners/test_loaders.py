@@ -7,6 +7,7 @@ import itertools
 import multiprocessing
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -321,47 +322,26 @@ def test_workers_end_when_the_script_drops_the_iterator(patch: Loaders) -> None:
 def test_drained_share_is_what_workers_cannot_make_in_a_block(
     patch: Loaders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    now, may_fetch = [1.0], [multiprocessing.Semaphore(0) for _ in range(2)]  # of each worker
-    monkeypatch.setattr(loaders.time, "perf_counter", lambda: now[0])
-    data = Indexed(length=200, fetch=lambda number: may_fetch[number % 2].acquire())
-    batches = iter(DataLoader(data, batch_size=1, num_workers=2, prefetch_factor=8))
+    """Each of two workers takes a second for a batch."""
+    now = multiprocessing.Value("d", 1.0)
+    seconds = threading.local()  # of this process: it starts at the same time in a worker
 
-    def unfinished() -> int:
-        return loaders._outstanding(batches)[1]
+    def clock() -> float:
+        seconds.own = getattr(seconds, "own", 0.0) + (get_worker_info() is not None)
+        return now.value + seconds.own
 
-    def make(count: int) -> None:
-        left = unfinished() - count
-        for number in range(count):
-            may_fetch[number % 2].release()
-        until(lambda: unfinished() == left)
+    monkeypatch.setattr(loaders.time, "perf_counter", clock)
+    batches = iter(DataLoader(Indexed(length=40), batch_size=1, num_workers=2, prefetch_factor=8))
+    until(lambda: loaders._outstanding(batches)[1] == 0)
 
-    patch.begin_block()
-    for _ in range(40):  # each worker takes a second for a batch
-        make(2)
-        now[0] += 1
-        next(batches), next(batches)
-    assert patch.drained_share == 0  # and as many are taken
-    make(2)
-    patch.begin_block()
-    next(batches), next(batches)
-    now[0] += 0.5  # two are taken, and one can be made
-    assert 0.2 < patch.drained_share <= 0.5
-    for number in range(200):
-        may_fetch[number % 2].release()
-    assert sum(1 for _batch in batches) == 118
+    def share(taken: int, seconds: float) -> float:
+        patch.begin_block()
+        for _ in range(taken):
+            next(batches)
+        now.value += seconds
+        return patch.drained_share
 
-
-def test_idle_workers_do_not_count_as_slow(patch: Loaders, monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [1.0]
-    monkeypatch.setattr(loaders.time, "perf_counter", lambda: now[0])
-    batches = iter(DataLoader(Indexed(), batch_size=1, num_workers=2))
-    patch.begin_block()
-    for _ in range(20):  # slow steps
-        until(lambda: loaders._outstanding(batches)[1] == 0)
-        now[0] += 1
-        next(batches)
-    patch.begin_block()
-    for _ in range(4):
-        next(batches)
-    now[0] += 1e-3
-    assert patch.drained_share == 0
+    assert share(4, seconds=2.0) == 0  # as many as two workers make
+    assert share(4, seconds=1.0) == pytest.approx(0.5)
+    assert share(4, seconds=0.25) == pytest.approx(0.875)
+    assert share(1, seconds=60.0) == 0

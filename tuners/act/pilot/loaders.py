@@ -8,6 +8,7 @@ fetches the batches that they have not delivered. No sample is left out or seen 
 from __future__ import annotations
 
 import contextlib
+import mmap
 import multiprocessing
 import sys
 import threading
@@ -15,7 +16,7 @@ import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from traceback import walk_stack
 from types import CodeType
 from typing import Any
@@ -23,7 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import DataLoader, IterableDataset, MapDataPipe
+from torch.utils.data import DataLoader, IterableDataset, MapDataPipe, get_worker_info
+from torch.utils.data._utils.fetch import _IterableDatasetFetcher, _MapDatasetFetcher
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _MultiProcessingDataLoaderIter
 
 from advisor.cache import settings
@@ -54,44 +56,32 @@ class _LoaderEpoch:
     pinned: bool
     own: dict[str, Any]  # the settings of its own workers, if advisor has replaced them
     why: str  # why advisor has not replaced them, if it was to
-    made: _Made
     prefetcher: Prefetcher | None = None  # None until advisor has started workers for it
     batches: Any = _NO_BATCH  # the workers' iterator; None without it, _NO_BATCH until decided
-    looked: float = field(default_factory=time.perf_counter)  # when its workers were looked at
-    finished: int = 0  # batches of its workers until then
-
-    def look(self, iterator: Any, *, counts: bool = True) -> None:
-        """Note what its workers have done since the last look, between two requests at most."""
-        if isinstance(iterator, _MultiProcessingDataLoaderIter) and not iterator._shutdown:
-            before, known = self.looked, self.finished
-            unfinished = _outstanding(iterator)[1]
-            self.looked, self.finished = time.perf_counter(), iterator._send_idx - unfinished
-            if counts:
-                self.made.add(self.looked - before, self.finished - known, unfinished)
 
 
-@dataclass(slots=True)
 class _Made:
-    """The batches that some workers made lately, and the seconds that they worked on them: those
-    between two looks count for as many workers as are busy at the second look at least."""
+    """The batches that workers made lately, and the seconds that they worked on them, in memory
+    that forked workers share."""
 
-    workers: int
-    busy_s: float = 0.0
-    finished: float = 0.0
-    in_work: int = 0
+    def __init__(self, workers: int) -> None:
+        self._workers = workers
+        self._shared = memoryview(mmap.mmap(-1, 16 * max(1, workers))).cast("d")
+        self._before = self._next = (0.0, 0.0)  # batches and seconds that do not count any more
 
-    def add(self, seconds: float, finished: int, unfinished: int) -> None:
-        self.in_work = min(unfinished, self.workers)
-        self.busy_s += self.in_work * seconds
-        self.finished += finished
-        if self.finished > _MADE_LATELY * self.workers:  # a first epoch reads from a cold disk
-            self.finished /= 2
-            self.busy_s /= 2
+    def add(self, worker: int, seconds: float) -> None:
+        """In the worker's process."""
+        self._shared[2 * worker] += 1
+        self._shared[2 * worker + 1] += seconds
 
     @property
     def per_s(self) -> float:
-        """The most batches that all these workers could make in a second."""
-        return self.workers * (self.finished + self.in_work) / self.busy_s if self.busy_s else 0.0
+        """The most batches that all these workers could make in a second; 0: not known."""
+        made, took = sum(self._shared[::2]), sum(self._shared[1::2])
+        if made - self._next[0] > _MADE_LATELY * self._workers:  # first ones read from a cold disk
+            self._before, self._next = self._next, (made, took)
+        made, took = made - self._before[0], took - self._before[1]
+        return self._workers * made / took if took else 0.0
 
 
 class Loaders:
@@ -105,9 +95,10 @@ class Loaders:
     def __init__(self, failed: Callable[[Exception], None], *, override: bool = False) -> None:
         self._failed, self._override = failed, override
         self.waited_s = 0.0  # seconds waited for batches since `begin_block`
-        self._began = 0.0  # when a block began; 0 if none has
+        self._began = 0.0  # when a block began
         self._taken: Counter[_Workers] = Counter()  # batches of workers since then
         self._made: dict[_Workers, _Made] = {}
+        self._making: _Made | None = None  # of the workers that start now, or of this worker
         self.batches = self.samples = 0  # of an epoch of the feeding loader; 0 if unknown
         self.feeding: Callable[[], Any] = lambda: None  # the iterator of the last training batch
         self._batch_bytes = self._most = 0
@@ -120,6 +111,8 @@ class Loaders:
         self._patches = [
             Patch(DataLoader, "__iter__", self._begin),
             Patch(_BaseDataLoaderIter, "__next__", self._timed),
+            Patch(_MapDatasetFetcher, "fetch", self._fetched),
+            Patch(_IterableDatasetFetcher, "fetch", self._fetched),
         ]
 
     def restart_observation(self) -> None:
@@ -144,9 +137,6 @@ class Loaders:
         )
 
     def begin_block(self) -> None:
-        if not self._began:
-            for iterator, epoch in list(self._epochs.items()):
-                epoch.look(iterator, counts=False)
         self.waited_s, self._began = 0.0, time.perf_counter()
         self._taken.clear()
 
@@ -201,18 +191,28 @@ class Loaders:
             if not why:
                 own = {"num_workers": workers, "prefetch_factor": loader.prefetch_factor}
                 loader.num_workers, loader.timeout = 0, 0
+        call_site = tuple((frame.f_code, line) for frame, line in walk_stack(sys._getframe()))
+        if workers:
+            self._making = self._made.setdefault((call_site, workers), _Made(workers))
         try:
             iterator = plain(loader)
         finally:
+            self._making = None
             if own:
                 loader.num_workers, loader.timeout = workers, timeout
         known = loader if own or not workers else None
-        call_site = tuple((frame.f_code, line) for frame, line in walk_stack(sys._getframe()))
-        made = self._made.setdefault((call_site, workers), _Made(workers))
         self._epochs[iterator] = _LoaderEpoch(
-            known, call_site, workers, loader.pin_memory, own, why, made
+            known, call_site, workers, loader.pin_memory, own, why
         )
         return iterator
+
+    def _fetched(self, plain: Callable[[Any, Any], Any], fetcher: Any, index: Any) -> Any:
+        if self._making is None:
+            return plain(fetcher, index)
+        began, batch = time.perf_counter(), plain(fetcher, index)
+        if (worker := get_worker_info()) is not None:
+            self._making.add(worker.id, time.perf_counter() - began)
+        return batch
 
     def _timed(self, plain: Callable[[Any], Any], iterator: Any) -> Any:
         if threading.current_thread() is not threading.main_thread():
@@ -220,7 +220,6 @@ class Loaders:
         began, epoch = time.perf_counter(), self._epochs.get(iterator)
         if torch.is_grad_enabled():
             self.feeding = weakref.ref(iterator)
-        self._look()
         try:
             batch = _NO_BATCH if epoch is None else self._from_workers(iterator, epoch, plain)
             if batch is _NO_BATCH:
@@ -234,7 +233,6 @@ class Loaders:
             return batch
         finally:
             self.waited_s += time.perf_counter() - began
-            self._look()
 
     def _from_workers(self, iterator: Any, epoch: _LoaderEpoch, plain: Callable[[Any], Any]) -> Any:
         """The next batch of advisor's workers; _NO_BATCH without workers, or if they fail."""
@@ -264,11 +262,6 @@ class Loaders:
         epoch = self._epochs.get(iterator)
         if epoch is not None and isinstance(iterator, _MultiProcessingDataLoaderIter):
             self._taken[epoch.call_site, epoch.workers] += 1
-
-    def _look(self) -> None:
-        if self._began:
-            for iterator, epoch in list(self._epochs.items()):
-                epoch.look(iterator)
 
     def _observe(self, epoch: _LoaderEpoch, batch: Any) -> None:
         loader, why = epoch.loader, epoch.why
