@@ -3,6 +3,8 @@ what slows a script down and no setting can fix."""
 
 from __future__ import annotations
 
+import dataclasses
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,13 +12,16 @@ from typing import cast
 
 from advisor.arguments import OnEvent, progress_of, split, urls_of
 from advisor.cache.config import BATCH, Config
+from advisor.cache.limit import Limit
+from advisor.cache.name import command_digest
+from advisor.cache.reader import RecordFilter
+from advisor.cache.records import Records
 from advisor.cache.settings import Cache
 from advisor.errors import UsageError, WorkerError
 from advisor.open_store import open_records
 from advisor.persistence import lock_names, measuring
 from advisor.resolve.lookups import set_up_logging
 from advisor.store import Store
-from advisor.tuners.act.pilot.protocol import Limit
 from advisor.tuners.act.pilot.script_facts import ScriptFacts
 from advisor.tuners.decisions import SLOW_TURN_S
 from advisor.tuners.knobs import COMPILE, FORMATS, LAYOUTS, SAVING, described_own
@@ -108,14 +113,16 @@ def checked_run(
     show: Callable[[str], None] | None,
 ) -> Checked:
     """As `check`. `show`: as in RunWorkload."""
-    with _started(command, plan, cache, progress, show) as opened:
+    with _started(command, plan, open_records(cache, fallback=True), progress, show) as opened:
         return _checked(opened, Clock(plan.seconds))
 
 
 def limits_of(command: Sequence[str], plan: Plan, cache: Cache, progress: Progress) -> Limits:
-    """Observe a command's unmodified steps. Raises as `check`, and WorkerError if it ends, or the
-    budget is over, before they are observed."""
-    with _started(command, plan, cache, progress) as opened:
+    """Observe a command's unmodified steps. The limits go into its record too, if it was tuned.
+    Raises as `check`, and WorkerError if it ends, or the budget is over, before they are observed.
+    """
+    records = open_records(cache, fallback=True)
+    with _started(command, plan, records, progress) as opened:
         run, clock = cast(Run, opened.runner), Clock(plan.seconds)
         try:
             step_s = Visitor(run, run.baseline, clock, lambda _config: None).begin().step_s
@@ -134,6 +141,12 @@ def limits_of(command: Sequence[str], plan: Plan, cache: Cache, progress: Progre
             why = f"its steps were not observed: {ended or 'the budget was over'}"
             raise WorkerError(f"{why}; have it train for longer, or {clock.larger}")
         ordered = tuple(sorted((*rank_shares.limits(ranks), *found), key=lambda one: -one.gain))
+        for one in records.all(RecordFilter(command=command_digest(opened.task.command))):
+            known, now = one.key, opened.key  # perhaps tuned with other permissions
+            same = (known.model, known.environment) == (now.model, now.environment)
+            if same and one.batch == now.task.batch:
+                revised = dataclasses.replace(one, limits=ordered, revised=time.time())
+                records.put(revised, revises=one)
         return Limits(
             found=ordered,
             steps_per_s=1 / step_s,
@@ -147,13 +160,12 @@ def limits_of(command: Sequence[str], plan: Plan, cache: Cache, progress: Progre
 def _started(
     command: Sequence[str],
     plan: Plan,
-    cache: Cache,
+    records: Records,
     progress: Progress,
     show: Callable[[str], None] | None = None,
 ) -> Iterator[OpenWorkload]:
     """Context manager: the command that has made its first steps, and that nobody else measures."""
     set_up_logging()
-    records = open_records(cache, fallback=True)
     workload = RunWorkload(command, {}, show=show)
     with (
         measuring(records, workload.words, lock_names(workload.device)),

@@ -12,6 +12,7 @@ from msgspec import Meta
 from advisor.cache import domain, task
 from advisor.cache.config import Config
 from advisor.cache.key import Key
+from advisor.cache.limit import Limit
 
 OUTCOMES = ("ok", "out_of_memory", "timed_out", "crashed", "failed", "wrong")
 """'failed': the user's code raised; 'wrong': the numbers differ too much from fp32."""
@@ -162,7 +163,7 @@ class Record:
         winners: the best for each of USES, at the user's batch and, if other batches were tried,
             with the batch free. `raced` has every config that finished the race.
         input: the knobs of the input stage that were chosen; `memory`: of a run, bytes by part.
-        cost: of a run, the fields of `advisor.cost.Cost`.
+        cost: of a run, the fields of `advisor.cost.Cost`; `limits`: once `explain` observed it.
         trials: of every stage. A config without one of 'numerics' was not compared with fp32.
         parts: what each knob of the loop's winner contributes, once `advisor explain` measured it.
         stale: why the record no longer holds, as `advisor verify` found; '' while it holds.
@@ -184,6 +185,7 @@ class Record:
     revised: float = 0.0
     memory: Config = Config()  # noqa: RUF009 # immutable
     cost: Config = Config()  # noqa: RUF009 # immutable
+    limits: tuple[Limit, ...] = ()
 
     def __post_init__(self) -> None:
         there = {(one.use, one.free) for one in self.winners}

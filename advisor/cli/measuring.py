@@ -26,7 +26,7 @@ from advisor.errors import UsageError
 from advisor.report import cost, feeding, memory, sections
 from advisor.report.document import as_data
 from advisor.report.progress import Shown
-from advisor.report.text import ago, duration, rate, spread
+from advisor.report.text import ago, rate, spread
 from advisor.resolve.answer import advises
 from advisor.tuners.act.pilot.protocol import KEEP_CHECKPOINTS
 from advisor.tuners.search.plan import CHECK, EXPLAIN, VERIFY, Plan
@@ -424,10 +424,8 @@ def _limits(command: tuple[str, ...], given: Mapping[str, Any]) -> Parts:
     if found.ended:
         yield f"it was observed for only {found.seconds:.0f} s: {found.ended}"
     for one in found.found:
-        each = {"loading": "a sample", "evaluation": "a time", "checkpoint": "a time"}
-        where = f"{one.file.removeprefix(f'{Path.cwd()}/')}:{one.line}: " * bool(one.file)
-        cost = f"{duration(one.seconds)} {each.get(one.what, 'a step')}"
-        yield f"{where}{one.what}, {cost}: without it at most {times(one.gain)}"
+        where = f"{place}: " if (place := sections.place(one)) else ""
+        yield f"{where}{one.what}, {sections.took(one)}: without it at most {times(one.gain)}"
     if not found.found:
         yield "nothing was found that slows it down by 2% and that no setting can fix"
     document: dict[str, Any] = {

@@ -6,15 +6,18 @@ import shlex
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from advisor.cache.config import Config
 from advisor.cache.key import Environment
+from advisor.cache.limit import Limit
 from advisor.cache.match import Difference
 from advisor.cache.reader import StoredRecord
 from advisor.cache.record import CAPTURE, CUT_SHORT, FLAGS, Part, Record
 from advisor.cache.shown import interval, size, tells, times
 from advisor.cache.signing import UNSIGNED
 from advisor.command_snippets import line_anywhere, script_line
+from advisor.errors import printable
 from advisor.report import cost as cost_of
 from advisor.report import feeding, memory
 from advisor.report.data import Comparison, Estimate, Report, Section, Table, Timeline, Tried
@@ -74,6 +77,8 @@ def _sections(record: Record) -> Iterator[Section]:
         axis = "speed-up over the advice without this knob, with its 95% interval"
         chart = Comparison("Gain from each knob", axis, rows)
         yield Section("knobs", "What each knob contributes", parts(record), chart=chart)
+    if record.limits:
+        yield Section("limits", "What no setting can fix", limits(record.limits))
     if loaders := feeding.table(record):
         yield Section("loader", "The loader", loaders, tuple(feeding.remarks(record)))
     none = "Not needed: the advice changes no number format and compiles nothing."
@@ -273,6 +278,26 @@ def cost(record: Record) -> str:
     """'18 trials in 24.7 s'."""
     made = record.provenance
     return f"{made.trials} trial{'s' if made.trials != 1 else ''} in {duration(made.seconds)}"
+
+
+def limits(found: Sequence[Limit]) -> Table:
+    """What slows the unmodified script down, and no setting can fix."""
+    right = ("it takes", "without it at most")
+    table = Table("What slows the script down", ("what", "where", *right), right=right)
+    for one in found:
+        table.row(printable(one.what), place(one), took(one), times(one.gain))
+    return table
+
+
+def place(limit: Limit) -> str:
+    """'train.py:12', in the present folder; '' if it is not known."""
+    file = printable(limit.file).removeprefix(f"{Path.cwd()}/")
+    return f"{file}:{limit.line}" if file else ""
+
+
+def took(limit: Limit) -> str:
+    each = {"loading": "a sample", "evaluation": "a time", "checkpoint": "a time"}
+    return f"{duration(limit.seconds)} {each.get(limit.what, 'a step')}"
 
 
 def part_name(part: Part) -> str:

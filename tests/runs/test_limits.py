@@ -16,11 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from advisor.cache.limit import Limit
 from advisor.tuners.act.pilot.limits import WAITS, padding
 from advisor.tuners.act.pilot.pilot import Pilot
-from advisor.tuners.act.pilot.protocol import BlockRequest, Limit
+from advisor.tuners.act.pilot.protocol import BlockRequest
 from advisor.tuners.search.space import Space
 from tests.face.commands import advisor
+from tests.face.test_report_page import check_page
 from tests.runs.forked import ScriptedGuide, left_behind
 
 SLEEP_S, EPOCH, BATCH = 0.01, 16, 2
@@ -123,13 +125,18 @@ for _ in range(10**6):
 """
 
 
-def test_command_names_the_line(tmp_path: Path) -> None:
+def test_command_names_the_line_and_its_report_has_it(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
-    words = "explain --budget 8s --json -- python train.py"
-    document = json.loads(advisor(tmp_path, *words.split()).stdout)
+    train = "-- python train.py"
+    tuned = advisor(tmp_path, *f"tune --budget 5s --no-compile --json {train}".split()).stdout
+    document = json.loads(advisor(tmp_path, *f"explain --budget 8s --json {train}".split()).stdout)
     if "error" in document:
         assert "give a larger --budget" in document["error"]["message"]
         return
     first = document["limits"][0]
     assert (first["what"], first["file"], first["line"]) == ("loading", "train.py", 5)
     assert first["seconds"] > 0.01 and first["gain"] > 1.02 and document["ended"] == ""
+    key = json.loads(tuned)["record"]["id"]
+    text = advisor(tmp_path, "report", key, "--html", "-").stdout
+    page = check_page(text, ("chosen", "limits"))
+    assert "What no setting can fix" in page.text and "train.py:5" in page.text

@@ -15,8 +15,8 @@ import torch
 from torch.utils._pytree import tree_flatten_with_path
 from torch.utils.data import DataLoader
 
+from advisor.cache.limit import Limit
 from advisor.tuners.act.pilot.exchange import spans
-from advisor.tuners.act.pilot.protocol import Limit
 from advisor.tuners.fingerprint import is_library
 
 LOOK_STEPS, PROBE_S = 6, 2.0  # steps of each look; seconds of loading batches in this process

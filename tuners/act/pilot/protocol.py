@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from advisor.cache.config import Config
-from advisor.cache.domain import Amount, Bytes, Count, PositiveRatio, Seconds, Share
+from advisor.cache.domain import Amount, Bytes, Count, Seconds, Share
+from advisor.cache.limit import Limit
 
 if TYPE_CHECKING:
     from advisor.tuners.act.pilot.script_facts import ScriptFacts
@@ -66,18 +67,6 @@ class BlockRequest:
     losses: bool = False  # report the losses of all steps
     limits: bool = False  # report what slows the unmodified script down
     ranks: bool = False  # report what the timed steps wait for
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limit:
-    """What slows a script down, at most by the factor `gain`, and its line; '' and 0 if unknown.
-    `seconds`: of a step; of loading, of a sample; of evaluation and checkpoints, each time."""
-
-    what: str
-    file: str
-    line: Count
-    seconds: Seconds
-    gain: PositiveRatio
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

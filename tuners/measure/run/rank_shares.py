@@ -6,8 +6,9 @@ import math
 import statistics
 from collections.abc import Sequence
 
+from advisor.cache.limit import Limit
 from advisor.cache.shown import times
-from advisor.tuners.act.pilot.protocol import Limit, RankStep
+from advisor.tuners.act.pilot.protocol import RankStep
 
 _EXCHANGE, _LOADING, _COMPUTE = "exchange between ranks", "loading", "compute"
 PROFILED_STEPS, MOST_STEPS, PROFILED_S = 6, 50, 0.5

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from advisor.cache.config import BATCH, Config, Value
+from advisor.cache.limit import Limit
 from advisor.cache.shown import size
 from advisor.errors import TargetFailed, UsageError, WorkerError
 from advisor.tuners import knobs
@@ -21,7 +22,6 @@ from advisor.tuners.act.pilot.protocol import (
     UNCLEAR,
     BlockRequest,
     CompareRequest,
-    Limit,
     RankStep,
 )
 from advisor.tuners.act.pilot.script_facts import ScriptFacts
