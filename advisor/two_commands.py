@@ -73,9 +73,10 @@ def compare_commands(
                 except ConfigFailed as exc:
                     raise WorkerError(str(exc)) from exc
                 except RunEnded as exc:
-                    ended = f"{exc}; have it train longer" if exc.outcome != "timed_out" else ""
+                    said = f"{sides[turns.at].name}: {exc}"
+                    ended = f"{said}; have it train longer" if exc.outcome != "timed_out" else ""
                     if ended and exc.code:
-                        raise TargetFailed(f"{sides[turns.at].name}: {exc}") from exc
+                        raise TargetFailed(said) from exc
                 left_s -= clock.spent_s
             again = turns.unconfirmed or (ended and turns.verdict == COULD_NOT_TELL)
             if not again or left_s < MIN_BUDGET_S or start == STARTS - 1:
@@ -85,8 +86,7 @@ def compare_commands(
     if not turns.blocks[0]:
         why = "not one turn of both fitted into the budget; give a larger --budget"
         raise WorkerError(ended or why)
-    why = ended or "the interval is too wide; give a larger --budget, or use a quieter machine"
-    why = why if turns.verdict == COULD_NOT_TELL else ""
+    why = ended or turns.doubt if turns.verdict == COULD_NOT_TELL else ""
     return CommandsCompared(sides, turns, why, budget_s - left_s)
 
 

@@ -39,7 +39,8 @@ _MAKERS = (  # of a framework's settings
     (tables.hf, ("transformers.HfArgumentParser",)),  # takes them from the command
     (tables.lightning, ("lightning.Trainer", "lightning.pytorch.Trainer")),
 )
-_ENDS = (ast.FunctionDef, ast.ClassDef, ast.For, ast.While, ast.With)  # no imports follow these
+_ENDS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.For, ast.While, ast.With)
+"""Training may happen in these: an import after one of them comes too late."""
 _OF_MODULES = ("train", "eval", "parameters", "named_parameters")  # methods of an nn.Module
 _MOVES = ("to", "cuda")
 _OFF = re.compile("no_grad|inference_mode")  # turns gradients off
@@ -63,9 +64,11 @@ class ScriptPatch:
         if record.key.task.mode != "train":
             raise NoRecord(f"{record.id} was tuned for mode {record.key.task.mode}, not train")
         try:
-            self._text = text = read_regular(file, MAX_SOURCE_BYTES).decode()
+            read = read_regular(file, MAX_SOURCE_BYTES).decode()
         except (OSError, ValueError) as exc:
             raise UsageError(f"script {self._file!r}: {reason(exc)}") from exc
+        self._text = text = read.removeprefix("\ufeff")  # a byte order mark
+        self._mark = read.removesuffix(text)
         if done := re.search(r"^# advisor: .*|\badvised_call\b", text, re.MULTILINE):
             raise UsageError(f"script {self._file!r} has advice: {done[0]}; undo that edit first")
         self._newline = "\r\n" if "\r\n" in text else "\n"
@@ -94,7 +97,8 @@ class ScriptPatch:
         through = own and bool(settings or setup.model)
         placed = through and len(calls) == len(models) == 1 and self._call_through(calls[0])
         top = self._block(setup, [*filter(self._is_unset, setup.flags)], called=placed)
-        head = itertools.takewhile(lambda one: not isinstance(one, _ENDS), places.tree.body)
+        ends = (any(isinstance(n, _ENDS) for n in ast.walk(one)) for one in places.tree.body)
+        head = itertools.takewhile(lambda one: not next(ends), places.tree.body)
         imports = [one for one in head if isinstance(one, ast.Import | ast.ImportFrom)]
         if top and not (imports and self._add_lines(imports[-1], ["", *top])):
             self.left.append("\n".join(["flags: add at the top of the script", *top]))
@@ -195,8 +199,10 @@ class ScriptPatch:
         Places(new, f"{self._file} with the edits")  # it must still be Python
         name = os.path.relpath(self._file).rpartition("../")[2]
         name += "\t" if " " in name else ""
-        after = io.StringIO(new, newline="").readlines()
-        lines = difflib.unified_diff(self._lines, after, f"a/{name}", f"b/{name}")
+        # For git, only a newline ends a line.
+        texts = (io.StringIO(self._mark + one, newline="\n") for one in (self._text, new))
+        old, changed = (one.readlines() for one in texts)
+        lines = difflib.unified_diff(old, changed, f"a/{name}", f"b/{name}")
         ends = "\n\\ No newline at end of file\n"
         return "".join(one if one.endswith("\n") else one + ends for one in lines)
 

@@ -105,8 +105,10 @@ def test_a_difference_counts_once_a_second_start_confirms_it() -> None:
     first, second = Trains(noisy(rng, noise=0.001)), Trains(noisy(rng, 1.02, noise=0.001))
     turns = in_turn(first, second)
     assert (turns.verdict, turns.unconfirmed) == (COULD_NOT_TELL, True)
+    assert turns.doubt.startswith("no time was left to confirm it in a second start")
     again = in_turn(second, first, deepcopy(turns), s=20)
     assert (again.verdict, again.unconfirmed) == (COULD_NOT_TELL, False)
+    assert again.doubt.startswith("the interval is too wide")
     in_turn(first, second, turns, s=20)
     assert (turns.verdict, turns.unconfirmed) == (SLOWER, False)
 
@@ -171,7 +173,7 @@ def test_a_short_command_starts_again(tmp_path: Path, made_up: list[Any]) -> Non
         made_up += [Trains(noisy(rng, noise=0.2), ends_at=400) for _ in range(2)]
     found = compare(tmp_path, heard)
     assert found.turns.verdict == COULD_NOT_TELL
-    assert found.reason == "the command ended with exit code 0; have it train longer"
+    assert found.reason == "B: the command ended with exit code 0; have it train longer"
     assert [one[0] for one in heard.phases if "starts" in one] == ["A", "B", "B", "A", "A", "B"]
     made_up += [Trains(ends_at=1), Trains()] * STARTS
     with pytest.raises(WorkerError, match="exit code 0; have it train longer"):

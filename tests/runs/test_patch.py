@@ -305,11 +305,24 @@ def test_frameworks_get_their_own_settings() -> None:
     assert made.arguments == ["--dataloader_num_workers=4", "--bf16=True", "--tf32=True"]
 
 
+@pytest.mark.parametrize("around", ["try", "async def main()"])
+def test_the_function_stands_before_the_training(around: str) -> None:
+    """Scripts that were notebooks import modules between their cells."""
+    cell = BARE.replace("import torch\n", "").replace("loss = ", "for _ in '1':\n  loss = ")
+    cell = cell.replace("loss.back", "  loss.back").replace("\n", "\n    ").rstrip()
+    ends = "\nfinally:\n    pass" if around == "try" else ""
+    text, left = patched(f"import torch\n{around}:{cell}{ends}\nimport json\n", PLAIN)
+    assert [one.partition(":")[0] for one in left] == ["training DataLoader"]
+    assert text.index("def advised_call") < text.index("advised_call(model, x)"), text
+
+
 @pytest.mark.parametrize("program", ["git apply", "patch -p1 --binary"])
 @pytest.mark.parametrize("ending", ["\n", "\r\n"])
 def test_the_diff_applies_to_any_text(program: str, ending: str) -> None:
-    """Without a last newline, with other alphabets, and in a folder below a repository."""
-    text = BARE.replace("x = torch", "é, x = 'ü€\u2028', torch").rstrip("\n")
+    """Without a last newline, with other alphabets, a byte order mark and a lone carriage return,
+    and in a folder below a repository."""
+    text = BARE.replace("\nimport", "\ufeff# Net\rimport").rstrip("\n")
+    text = text.replace("x = torch", "é, x = 'ü€\u2028', torch")
     Path("sub dir").mkdir()
     subprocess.run(["git", "init", "-q"], check=True)
     file = Path("sub dir") / "train.py"

@@ -60,6 +60,16 @@ class InTurn:
         """Whether a second start could confirm a difference."""
         return self.verdict != _verdict(self.ratio) and len(self._logs) == 1
 
+    @property
+    def doubt(self) -> str:
+        """Why the verdict is 'could not tell', and what to do."""
+        why = "the interval is too wide"
+        if _verdict(self.ratio) != COULD_NOT_TELL:
+            if len(self._logs) == 1:
+                return "no time was left to confirm it in a second start; give a larger --budget"
+            why = "the second start does not confirm it"
+        return f"{why}; give a larger --budget, or use a quieter machine"
+
     def measure(self, sides: Sides, clock: Clock) -> None:
         """Take turns until the verdict is known, or another start must confirm it, or no time is
         left. Raises as `PilotSession.block`; the turns so far count."""
