@@ -160,7 +160,7 @@ class RunWorkload:
         log = new_log(records, self.words)
         saved = "are saved" if os.environ.get(KEEP_CHECKPOINTS) else "go to a scratch folder"
         progress.notice(
-            f"starts the command and ends it when tuned; its checkpoints {saved}; reports to "
+            f"starts the command and ends it when done; its checkpoints {saved}; reports to "
             "wandb, comet, mlflow and similar are off; other files are written as usual"
         )
         if self._show is None:

@@ -298,7 +298,7 @@ def _progress(plan: Plan, given: Mapping[str, Any]) -> tuple[Shown, Callable[[st
             f"srun starts {tasks} advisors, and each tunes by itself; to tune one job of {tasks} "
             "processes, start one: advisor tune -- srun python train.py"
         )
-    return progress, progress.output if given["show_output"] else None
+    return progress, progress.loud if given["show_output"] else None
 
 
 def _fits(record: Record) -> Parts:

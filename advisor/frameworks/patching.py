@@ -37,7 +37,10 @@ from advisor.tuners.source import MAX_SOURCE_BYTES
 _MAKERS = (  # of a framework's settings
     (tables.hf, ("transformers.TrainingArguments",)),
     (tables.hf, ("transformers.HfArgumentParser",)),  # takes them from the command
-    (tables.lightning, ("lightning.Trainer", "lightning.pytorch.Trainer")),
+    (
+        tables.lightning,
+        ("lightning.Trainer", "lightning.pytorch.Trainer", "pytorch_lightning.Trainer"),
+    ),
 )
 _ENDS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.For, ast.While, ast.With)
 """Training may happen in these: an import after one of them comes too late."""

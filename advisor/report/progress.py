@@ -55,13 +55,17 @@ class Shown(Progress):
         self.events({"event": "notice", "text": text})
 
     def warning(self, text: str) -> None:
-        quiet, self._console.quiet = self._console.quiet, False
-        self.output(f"advisor: {text}\n")
-        self._console.quiet = quiet
+        self.loud(f"advisor: {text}\n")
         self.events({"event": "warning", "text": text})
 
     def output(self, text: str) -> None:
         self._console.print(text, end="", highlight=False, markup=False, soft_wrap=True)
+
+    def loud(self, text: str) -> None:
+        """As `output`, also on a quiet console."""
+        quiet, self._console.quiet = self._console.quiet, False
+        self.output(text)
+        self._console.quiet = quiet
 
 
 def _result(done: JournaledTrial) -> Iterator[str]:

@@ -349,6 +349,7 @@ def test_command_without_steps_is_ended(folder: Path, monkeypatch: pytest.Monkey
         ("-- no-such-program", "command 'no-such-program': no such program"),
         ("-- training.py", "command 'training.py': this file is no program; put python before it"),
         ("-- ./package", "command './package': a folder is no program"),
+        ("-- ''", "command '': it is empty"),
         ("-- A=1 python x.py", "command 'A=1': a variable is set by a shell; put env before"),
         ("-- python -c '5\n6'", "command: '5\\n6' is not one printable line"),
         ("--show-output model.py --shape 4x3", "--show-output is for a command after --"),
@@ -519,7 +520,7 @@ def test_killed_tuning_resumes_and_an_interrupted_one_keeps_its_record(folder: P
 
     code, output = stop_tuner(signal.SIGKILL, after="trial 0:")
     assert code == -signal.SIGKILL
-    assert output.startswith("advisor: starts the command and ends it when tuned; ")
+    assert output.startswith("advisor: starts the command and ends it when done; ")
     assert "mode disabled" in output
     code, output = stop_tuner(signal.SIGINT, after="trial 1:")
     assert code == 130 and "Traceback" not in output

@@ -68,7 +68,7 @@ class _Figure:
     def __str__(self) -> str:
         give = f" ± {self.unsure:.1%}" if self.error else ""
         allowed = f"at most {self.limit:.1%}{' more' if give else ''} is allowed"
-        return f"{self.name} is {self.off:+.1%}{give} off{self.beside}; {allowed}"
+        return f"{self.name} is {self.off:+z.1%}{give} off{self.beside}; {allowed}"
 
 
 class References:
@@ -254,7 +254,7 @@ class References:
                 error=float(error[at]),
                 limit=float(limit[at]),
                 fault=fault if matters[at] else math.inf,
-                beside=f" ({ours[at]:+.1%} from fp32, {theirs[at]:+.1%} by its format alone)",
+                beside=f" ({ours[at]:+z.1%} from fp32, {theirs[at]:+z.1%} by its format alone)",
             )
             for at in known.nonzero().flatten().tolist()
         ]

@@ -136,6 +136,8 @@ def program(words: Sequence[str]) -> str:
         return found
     if _VARIABLE.fullmatch(word):
         why = "a variable is set by a shell; put env before it"
+    elif not word:
+        why = "it is empty"
     elif Path(word).is_dir():
         why = "a folder is no program; give the command as you would type it"
     elif not Path(word).is_file():
