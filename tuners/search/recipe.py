@@ -85,14 +85,14 @@ class Recipe:
         return config in self._visits and self._runs(config)
 
     def _recipes(self) -> Iterator[Config]:
-        """Yields the configs of RECIPE whose number format is not ruled out; for volumes each also
-        in its own layout."""
+        """Yields the configs of RECIPE whose number format is not ruled out; for volumes each first
+        in the script's own layout."""
         for changes in knobs.RECIPE:
             formats = {(n, v) for n, v in changes.items() if n in knobs.FORMATS}
             if not formats & self._visits.ruled_out:
-                yield self._near(changes)
                 if self._space.volumes:
                     yield self._near(dict(formats))
+                yield self._near(changes)
 
     def _half(self) -> Iterator[Config | None]:
         """Number formats, not compiled. With a GPU, where eager code may hide their gain, until one
@@ -110,8 +110,7 @@ class Recipe:
                     self._saves = changes
                     if self._has_graphs or score(self._visits[tried]) >= least:
                         if self._space.volumes:
-                            formats = tried.only(*knobs.FORMATS)
-                            yield self._near(formats | changes)
+                            yield self._near(tried | {"channels_last": True})
                         return
                     break
 
