@@ -38,6 +38,7 @@ NOTED = "advisor: "
 """Start of a note on an exception."""
 _UNTRAINED = ": nothing was looked up or tuned, and the run was unmodified"
 _NOT_IN_FORCE = "advised, and not in force"
+_UNOFFERED = "the wrapper of this script's model does not permit it"
 
 
 class RecordGuide:
@@ -117,13 +118,15 @@ class RecordGuide:
             return self.finish(own, own, f"{knobs.described(config, own)} failed: {why}")
         warn_in_hook(advice.served.notice)
         base, reason = record.baseline.config, advice.served.reason
+        if unoffered := _unoffered(advice.config.changed(base), seen):
+            reason = _without(unoffered, _UNOFFERED, reason, alone=config == own)
         if advice.artifacts is not None and knobs.compiles(config):
             advice.artifacts.load()  # the next call of the model compiles
             reason += f"; {advice.artifacts.said}" if advice.artifacts.said else ""
         feeds = advice.config.changed(base).only(*knobs.INPUT_PIPELINE)
         if left := feeds.only(*(name for name in feeds if config.get(name) != feeds[name])):
             reason = _without(left, _why_unfed(seen), reason, alone=config == own)
-        elif config == own and advice.config != base:
+        elif config == own and advice.config != base and not unoffered:
             reason = "the script itself already does what is advised"
         return self.finish(config, own, reason)
 
@@ -209,17 +212,27 @@ def _followed(record: Record, advised: Config, seen: ScriptFacts) -> tuple[Confi
     base = record.baseline.config
     own = base.replace(**{name: seen.own[name] for name in seen.own if name in base})
     changed = advised.changed(base)
-    config = own.replace(**{n: v for n, v in changed.items() if n in own and n not in seen.kept})
+    left = {*seen.kept, *_unoffered(changed, seen)}
+    config = own.replace(**{n: v for n, v in changed.items() if n in own and n not in left})
     if knobs.workers(config) > max(seen.workers, knobs.workers(own)):
         config = config.replace(**{knobs.WORKERS: seen.workers})
     return config, own
 
 
+def _unoffered(changed: Config, seen: ScriptFacts) -> Config:
+    """The advised settings of wrappers that this script does not offer, unless it has them."""
+    wrapper = (name for name in changed if name in knobs.BY_NAME and knobs.BY_NAME[name].wrapper)
+    return changed.only(
+        *(n for n in wrapper if n not in seen.wrapped and seen.own.get(n) != changed[n])
+    )
+
+
 def _without(left: Config, why: str, reason: str, *, alone: bool) -> str:
-    """Report loader advice that is not in force (only in the log if the user wanted that). Returns
-    the reason for the rest of the advice; `alone`: there is no rest."""
+    """Report advice that is not in force (only in the log if the user wanted that). Returns the
+    reason for the rest of the advice; `alone`: there is no rest."""
     what = knobs.described(left, Config())
-    say = _log.info if settings.is_on("ADVISOR_KEEP_LOADER") else warn_in_hook
+    wanted = settings.is_on("ADVISOR_KEEP_LOADER") and why != _UNOFFERED
+    say = _log.info if wanted else warn_in_hook
     say(f"{what}: {_NOT_IN_FORCE}; {why}")
     if alone:
         return f"{what}: all that is {_NOT_IN_FORCE}"

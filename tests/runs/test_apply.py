@@ -24,7 +24,7 @@ from torch.distributed import HashStore
 import advisor
 from advisor.bootstrap import LazyGuide
 from advisor.cache.artifacts import Purpose
-from advisor.cache.config import Config
+from advisor.cache.config import Config, Value
 from advisor.cache.key import Key
 from advisor.cache.record import Record, Target
 from advisor.open_store import open_records
@@ -142,6 +142,24 @@ def test_apply_puts_the_record_of_the_run_in_force_until_release() -> None:
     assert not net.conv.weight.is_contiguous(memory_format=torch.channels_last)
     trained(net, 1)
     assert net.dtypes[-1] == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"channels_last": True}, "channels_last; without bucket_cap_mb=5, with which it was"),
+        ({}, "your unmodified script; bucket_cap_mb=5: all that is advised, and not in force"),
+    ],
+)
+def test_a_setting_that_the_scripts_wrapper_does_not_permit_is_not_in_force(
+    seen: ScriptFacts, more: dict[str, Value], said: str
+) -> None:
+    tuned = replace(seen, wrapped=("bucket_cap_mb",))  # the same model in DDP, without a hook
+    open_records(None).put(record_of(tuned, Config({"bucket_cap_mb": 5, **more})))
+    advice = advisor.apply()
+    with pytest.warns(match="bucket_cap_mb=5: advised, and not in force; the wrapper of this"):
+        trained(Net())
+    assert advice.report().startswith(f"in force: {said}")
 
 
 def test_damaged_artifacts_are_refused_and_compiled_anew(

@@ -56,12 +56,13 @@ class Messages(TorchDispatchMode):
 
 
 class Net(nn.Module):
-    """2.1 MB of weights, and a buffer. `fault`: of autocast; `counts`: the buffer changes."""
+    """2.1 MB of weights, and a buffer. `fault`: of autocast; `counts`: the buffer changes;
+    `saved`: checkpoints have it."""
 
-    def __init__(self, fault: float = 1.0, counts: bool = False) -> None:
+    def __init__(self, fault: float = 1.0, counts: bool = False, saved: bool = False) -> None:
         super().__init__()
         self.layers = nn.ModuleList([nn.Linear(256, 256) for _ in range(8)])
-        self.register_buffer("scale", torch.ones(256))
+        self.register_buffer("scale", torch.ones(256), persistent=saved)
         self.fault, self.counts = fault, counts
 
     def forward(self, x: Tensor) -> Tensor:
@@ -372,6 +373,7 @@ def test_evaluation_of_a_sharded_model_is_the_scripts_own(tmp_path: Path) -> Non
         ("fsdp", "hooked", [], "loader are tuned: a weight has a hook on its gradient"),
         ("ddp", "hooked", ["broadcast_buffers"], "DistributedDataParallel's settings: it has a"),
         ("ddp", "counts", ["bf16_reduce", "bucket_cap_mb", "gradient_as_bucket_view"], ""),
+        ("ddp", "saved", ["bf16_reduce", "bucket_cap_mb", "gradient_as_bucket_view"], ""),
     ],
 )
 def test_a_line_says_what_a_script_keeps(

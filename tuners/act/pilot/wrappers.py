@@ -45,8 +45,11 @@ class ReplicaObserver:
         self._parallel = parallel
         self._first: list[Tensor] | None = None
         self._steps, self._same = 0, True
-        self._has_statistics = any(
-            getattr(one, "running_mean", None) is not None for one in parallel.modules()
+        # A buffer in checkpoints, such as a running statistic, is state: it may change later.
+        self._has_state = any(
+            buffer is not None and name not in one._non_persistent_buffers_set
+            for one in parallel.modules()
+            for name, buffer in one._buffers.items()
         )
 
     def stepped(self) -> None:
@@ -59,8 +62,8 @@ class ReplicaObserver:
 
     @property
     def keeps_buffers(self) -> bool:
-        """Whether no step changes a buffer, so that all ranks keep the same ones."""
-        return self._steps > 1 and self._same and not self._has_statistics
+        """Whether the buffers are constants, so that all ranks keep the same ones."""
+        return self._steps > 1 and self._same and not self._has_state
 
 
 class _Replica:
