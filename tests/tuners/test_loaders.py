@@ -332,12 +332,12 @@ def test_drained_share_is_what_workers_cannot_make_in_a_block(
 
     monkeypatch.setattr(loaders.time, "perf_counter", clock)
     batches = iter(DataLoader(Indexed(length=40), batch_size=1, num_workers=2, prefetch_factor=8))
-    until(lambda: loaders._outstanding(batches)[1] == 0)
 
     def share(taken: int, seconds: float) -> float:
         patch.begin_block()
         for _ in range(taken):
             next(batches)
+        until(lambda: loaders._outstanding(batches)[1] == 0)  # no worker reads the clock
         now.value += seconds
         return patch.drained_share
 
