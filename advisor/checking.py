@@ -12,12 +12,13 @@ from typing import cast
 
 from advisor.arguments import OnEvent, progress_of, split, urls_of
 from advisor.cache.config import BATCH, Config
+from advisor.cache.key import Key
 from advisor.cache.limit import Limit
 from advisor.cache.name import command_digest
 from advisor.cache.reader import RecordFilter
 from advisor.cache.records import Records
 from advisor.cache.settings import Cache
-from advisor.errors import UsageError, WorkerError
+from advisor.errors import StoreError, UsageError, WorkerError
 from advisor.open_store import open_records
 from advisor.persistence import lock_names, measuring
 from advisor.resolve.lookups import set_up_logging
@@ -141,12 +142,10 @@ def limits_of(command: Sequence[str], plan: Plan, cache: Cache, progress: Progre
             why = f"its steps were not observed: {ended or 'the budget was over'}"
             raise WorkerError(f"{why}; have it train for longer, or {clock.larger}")
         ordered = tuple(sorted((*rank_shares.limits(ranks), *found), key=lambda one: -one.gain))
-        for one in records.all(RecordFilter(command=command_digest(opened.task.command))):
-            known, now = one.key, opened.key  # perhaps tuned with other permissions
-            same = (known.model, known.environment) == (now.model, now.environment)
-            if same and one.batch == now.task.batch:
-                revised = dataclasses.replace(one, limits=ordered, revised=time.time())
-                records.put(revised, revises=one)
+        try:
+            _keep(records, opened.key, ordered)
+        except StoreError as exc:  # a read-only folder
+            progress.notice(f"they are not kept with its record: {exc}")
         return Limits(
             found=ordered,
             steps_per_s=1 / step_s,
@@ -154,6 +153,15 @@ def limits_of(command: Sequence[str], plan: Plan, cache: Cache, progress: Progre
             ended=ended,
             of_ranks=rank_shares.line(ranks),
         )
+
+
+def _keep(records: Records, now: Key, limits: tuple[Limit, ...]) -> None:
+    """Add limits to the records of a command, also of one that was tuned with other permissions."""
+    for one in records.all(RecordFilter(command=command_digest(now.task.command))):
+        same = (one.key.model, one.key.environment) == (now.model, now.environment)
+        if same and one.batch == now.task.batch:
+            revised = dataclasses.replace(one, limits=limits, revised=time.time())
+            records.put(revised, revises=one)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""A loader that cannot keep up with a faster config: is the speed-up delivered that is told?
+"""A script with a slow loader: does a run get the speed-up that its tuning promised?
 
     advisor tune --budget 75s --no-compile -- python benchmarks/slow_loader.py 1000000
     python benchmarks/slow_loader.py 60

@@ -83,9 +83,9 @@ def host_buffer(nbytes: int, device: torch.device) -> Tensor:
     """Bytes of the host to copy a device's tensors to, page-locked for a GPU; may raise
     RuntimeError.
 
-    PyTorch's own way takes eight times as long, because one thread makes all pages, and doubles the
-    memory at worst (benchmarks/results/memory.md). A process that the script forks does not get
-    these pages: Linux would copy them all for it.
+    PyTorch's own way takes three to eight times as long, because one thread makes all pages, and
+    doubles the memory at worst (benchmarks/results/memory.md). A process that the script forks does
+    not get these pages: Linux would copy them all for it.
     """
     if device.type != "cuda":
         return torch.empty(nbytes, dtype=torch.uint8)

@@ -115,8 +115,7 @@ def batches(record: Record) -> list[dict[str, Any]]:
 def lines(record: Record) -> Iterator[str]:
     """Generator: yields what the unmodified script would need, and how fast it would be."""
     if needs := unmodified_bytes(record.memory):
-        total = 2**30 * record.key.environment.device.memory_gib
-        limit = record.key.task.max_memory or total - size_of(record.memory, "others")
+        limit = record.key.task.max_memory or _room(record)
         yield f"Your unmodified script needs about {size(needs)}, of {size(limit)}."
     ranks, held = record.key.task.processes, size_of(record.memory, *FIXED)
     if ranks > 1 and "unsharded" not in record.memory:
@@ -133,12 +132,18 @@ def sharding(record: Record) -> str:
     if not whole:
         return ""
     needs = size_of(memory, "peak") - size_of(memory, *FIXED) + whole
-    room = 2**30 * record.key.environment.device.memory_gib - size_of(memory, "others")
+    room = _room(record)
     needed = "needed" if needs > (1 - LEAST_FREE) * room else "not needed"
     return (
         f"For the memory, sharding is {needed}: without it a GPU would hold about {size(needs)} of "
         f"{size(room)}."
     )
+
+
+def _room(record: Record) -> int:
+    """Bytes of the device without what other processes hold."""
+    total = 2**30 * record.key.environment.device.memory_gib
+    return total - size_of(record.memory, "others")
 
 
 def slowdown(record: Record) -> float:

@@ -125,7 +125,8 @@ class RecordGuide:
             reason += f"; {advice.artifacts.said}" if advice.artifacts.said else ""
         feeds = advice.config.changed(base).only(*knobs.INPUT_PIPELINE)
         if left := feeds.only(*(name for name in feeds if config.get(name) != feeds[name])):
-            reason = _without(left, _why_unfed(seen), reason, alone=config == own)
+            quiet = settings.is_on("ADVISOR_KEEP_LOADER")
+            reason = _without(left, _why_unfed(seen), reason, alone=config == own, quiet=quiet)
         elif config == own and advice.config != base and not unoffered:
             reason = "the script itself already does what is advised"
         return self.finish(config, own, reason)
@@ -181,7 +182,9 @@ class RecordGuide:
             config, own = self._request.config, self._request.own
             left = config.changed(own).only(*knobs.INPUT_PIPELINE)
             fed = config.replace(**own.only(*left))
-            self.finish(fed, own, _without(left, str(exc), self._reason, alone=fed == own))
+            quiet, alone = settings.is_on("ADVISOR_KEEP_LOADER"), fed == own
+            said = _without(left, str(exc), self._reason, alone=alone, quiet=quiet)
+            self.finish(fed, own, said)
             return
         self._dropped = True
         warn_of_failure(
@@ -227,12 +230,11 @@ def _unoffered(changed: Config, seen: ScriptFacts) -> Config:
     )
 
 
-def _without(left: Config, why: str, reason: str, *, alone: bool) -> str:
-    """Report advice that is not in force (only in the log if the user wanted that). Returns the
-    reason for the rest of the advice; `alone`: there is no rest."""
+def _without(left: Config, why: str, reason: str, *, alone: bool, quiet: bool = False) -> str:
+    """Say what advice is not in force; `quiet`: only in the log. Returns the reason for the rest of
+    it; `alone`: there is no rest."""
     what = knobs.described(left, Config())
-    wanted = settings.is_on("ADVISOR_KEEP_LOADER") and why != _UNOFFERED
-    say = _log.info if wanted else warn_in_hook
+    say = _log.info if quiet else warn_in_hook
     say(f"{what}: {_NOT_IN_FORCE}; {why}")
     if alone:
         return f"{what}: all that is {_NOT_IN_FORCE}"

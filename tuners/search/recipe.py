@@ -110,7 +110,7 @@ class Recipe:
                     self._saves = changes
                     if self._has_graphs or score(self._visits[tried]) >= least:
                         if self._space.volumes:
-                            yield self._near(tried | {"channels_last": True})
+                            yield self._near(tried | dict.fromkeys(knobs.LAYOUTS, True))
                         return
                     break
 

@@ -15,18 +15,19 @@ from advisor.tuners.knobs import COMPUTE, INPUT, SearchContext
 class Space:
     """Knob names and the values offered, torch's own first; fixed knobs have one value.
 
-    Attributes:
+    Args:
         volumes: whether inputs have three spatial dimensions. On an H200 channels_last made a 3D
             U-Net with InstanceNorm 1.45 times as slow (benchmarks/results/memory.md).
     """
-
-    volumes = False
 
     def __init__(
         self,
         choices: Mapping[str, tuple[Value, ...]],
         inputs: Mapping[str, tuple[Value, ...]] | None = None,
+        *,
+        volumes: bool = False,
     ) -> None:
+        self.volumes = volumes
         self.choices = {name: values for name, values in choices.items() if values}
         self.inputs = {name: values for name, values in (inputs or {}).items() if values}
         self.expensive = tuple(name for name in self.choices if knobs.BY_NAME[name].compile_s)
@@ -41,9 +42,7 @@ class Space:
             # A run loads its data in its steps.
             stage = COMPUTE if here.use == PILOT else knob.stage
             by_stage[stage][knob.name] = _offered(knob, here)
-        space = cls(by_stage[COMPUTE], by_stage[INPUT])
-        space.volumes = here.dimensions == 5
-        return space
+        return cls(by_stage[COMPUTE], by_stage[INPUT], volumes=here.dimensions == 5)
 
     @property
     def batches(self) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import weakref
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from traceback import walk_stack
@@ -39,7 +39,6 @@ _MADE_LATELY = 8  # batches of each worker that tell how fast workers are
 BATCH_TIMEOUT_S = 60.0  # a forked worker may hang on a lock that its parent held
 # The call stack that began an iterator: it stays the same if each epoch makes a new loader.
 _CallSite = tuple[tuple[CodeType, int], ...]
-_Workers = tuple[_CallSite, int]  # workers that one place in the script starts, and their number
 
 
 class _AdvisorLoader(DataLoader[Any]):
@@ -56,17 +55,18 @@ class _LoaderEpoch:
     pinned: bool
     own: dict[str, Any]  # the settings of its own workers, if advisor has replaced them
     why: str  # why advisor has not replaced them, if it was to
+    made: _Made | None  # what its workers make; None without workers
     prefetcher: Prefetcher | None = None  # None until advisor has started workers for it
     batches: Any = _NO_BATCH  # the workers' iterator; None without it, _NO_BATCH until decided
 
 
 class _Made:
     """The batches that workers made lately, and the seconds that they worked on them, in memory
-    that forked workers share."""
+    that forked workers share. `taken`: those that a block took."""
 
     def __init__(self, workers: int) -> None:
-        self._workers = workers
-        self._shared = memoryview(mmap.mmap(-1, 16 * max(1, workers))).cast("d")
+        self._workers, self.taken = workers, 0
+        self._shared = memoryview(mmap.mmap(-1, 16 * workers)).cast("d")
         self._before = self._next = (0.0, 0.0)  # batches and seconds that do not count any more
 
     def add(self, worker: int, seconds: float) -> None:
@@ -96,8 +96,7 @@ class Loaders:
         self._failed, self._override = failed, override
         self.waited_s = 0.0  # seconds waited for batches since `begin_block`
         self._began = 0.0  # when a block began
-        self._taken: Counter[_Workers] = Counter()  # batches of workers since then
-        self._made: dict[_Workers, _Made] = {}
+        self._made: dict[tuple[_CallSite, int], _Made] = {}  # by where workers start, their number
         self._making: _Made | None = None  # of the workers that start now, or of this worker
         self.batches = self.samples = 0  # of an epoch of the feeding loader; 0 if unknown
         self.feeding: Callable[[], Any] = lambda: None  # the iterator of the last training batch
@@ -138,14 +137,15 @@ class Loaders:
 
     def begin_block(self) -> None:
         self.waited_s, self._began = 0.0, time.perf_counter()
-        self._taken.clear()
+        for made in self._made.values():
+            made.taken = 0
 
     @property
     def drained_share(self) -> float:
         """The share of a block's batches that were ready before: more than the workers can make in
         the block's time, at the pace of their last batches."""
         took_s = time.perf_counter() - self._began
-        paces = ((taken, self._made[workers].per_s) for workers, taken in self._taken.items())
+        paces = [(made.taken, made.per_s) for made in self._made.values() if made.taken]
         return max([0.0, *(1 - took_s * pace / taken for taken, pace in paces if pace)])
 
     @property
@@ -192,8 +192,10 @@ class Loaders:
                 own = {"num_workers": workers, "prefetch_factor": loader.prefetch_factor}
                 loader.num_workers, loader.timeout = 0, 0
         call_site = tuple((frame.f_code, line) for frame, line in walk_stack(sys._getframe()))
-        if workers:
-            self._making = self._made.setdefault((call_site, workers), _Made(workers))
+        if count := loader.num_workers:  # 0 if advisor replaces them
+            self._making = self._made.get((call_site, count)) or _Made(count)
+            self._made[call_site, count] = self._making
+        made = self._making
         try:
             iterator = plain(loader)
         finally:
@@ -202,7 +204,7 @@ class Loaders:
                 loader.num_workers, loader.timeout = workers, timeout
         known = loader if own or not workers else None
         self._epochs[iterator] = _LoaderEpoch(
-            known, call_site, workers, loader.pin_memory, own, why
+            known, call_site, workers, loader.pin_memory, own, why, made
         )
         return iterator
 
@@ -260,8 +262,8 @@ class Loaders:
 
     def _took(self, iterator: Any) -> None:
         epoch = self._epochs.get(iterator)
-        if epoch is not None and isinstance(iterator, _MultiProcessingDataLoaderIter):
-            self._taken[epoch.call_site, epoch.workers] += 1
+        if epoch is not None and epoch.made is not None:
+            epoch.made.taken += 1
 
     def _observe(self, epoch: _LoaderEpoch, batch: Any) -> None:
         loader, why = epoch.loader, epoch.why

@@ -15,7 +15,7 @@ from advisor.cache.task import DTYPES, Task
 from advisor.errors import printable
 from advisor.tuners import environment, fingerprint, knobs
 from advisor.tuners.act.pilot.loop_observer import VARIES, Input, LoopObserver, TrainedModel
-from advisor.tuners.act.pilot.parts import FIXED, MICRO, size_of
+from advisor.tuners.act.pilot.parts import FIXED, MICRO
 from advisor.tuners.act.pilot.switch import replicates
 from advisor.tuners.act.pilot.wrappers import local
 from advisor.tuners.act.ranks import Group
@@ -183,12 +183,12 @@ def breakdown(
     state = [value for one in states for value in one.values() if isinstance(value, Tensor)]
     parts = weights, [one for one in weights if one.requires_grad], state
     found = {name: _bytes(map(local, one), device) for name, one in zip(FIXED, parts, strict=True)}
-    whole = {"unsharded": sum(_bytes(one, device) for one in parts)}
+    fixed, unsharded = sum(found.values()), sum(_bytes(one, device) for one in parts)
     peak = torch.cuda.max_memory_allocated(device)
     free, total = torch.cuda.mem_get_info(device)
     found |= {
         "peak": peak,
-        "activations": max(0, peak - sum(found.values())),
+        "activations": max(0, peak - fixed),
         "fragmentation": torch.cuda.max_memory_reserved(device) - peak,
         "others": max(0, total - free - torch.cuda.memory_reserved(device)),
     }
@@ -198,7 +198,7 @@ def breakdown(
     # The peak has one block's.
     again = [call.kept_bytes for call in kept]
     saved = {"host": sum(held), "blocks": sum(again) - max(again, default=0)} if held else {}
-    saved |= whole if whole["unsharded"] > size_of(Config(found), *FIXED) else {}
+    saved |= {"unsharded": unsharded} if unsharded > fixed else {}
     named = {"block": type(kept[0].block).__name__} if kept else {}
     return Config(found | saved, **named)
 

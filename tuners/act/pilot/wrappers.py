@@ -44,26 +44,28 @@ class ReplicaObserver:
     def __init__(self, parallel: DistributedDataParallel) -> None:
         self._parallel = parallel
         self._first: list[Tensor] | None = None
-        self._steps, self._same = 0, True
+        self._steps = 0
         # A buffer in checkpoints, such as a running statistic, is state: it may change later.
-        self._has_state = any(
-            buffer is not None and name not in one._non_persistent_buffers_set
+        self._same = all(
+            buffer is None or name in one._non_persistent_buffers_set
             for one in parallel.modules()
             for name, buffer in one._buffers.items()
         )
 
     def stepped(self) -> None:
+        if not self._same:
+            return
         buffers = [one.detach() for one in self._parallel.buffers()]
         if self._first is None:
             self._first = [one.clone() for one in buffers]
         self._steps += 1
-        self._same = self._same and len(buffers) == len(self._first)
+        self._same = len(buffers) == len(self._first)
         self._same = self._same and all(map(torch.equal, self._first, buffers))
 
     @property
     def keeps_buffers(self) -> bool:
         """Whether the buffers are constants, so that all ranks keep the same ones."""
-        return self._steps > 1 and self._same and not self._has_state
+        return self._steps > 1 and self._same
 
 
 class _Replica:
