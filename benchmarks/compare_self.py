@@ -75,6 +75,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--budget", default="60s")
     parser.add_argument("--slower", type=float, default=0.05, help="share of a step, default 0.05")
+    parser.add_argument("--only", choices=("self", "planted"))
     parser.add_argument("--train", type=float, help=argparse.SUPPRESS)
     parser.add_argument("command", nargs="*", help="after --; default: a script of this file")
     args = parser.parse_args()
@@ -84,6 +85,7 @@ def main() -> None:
     pairs = {"self": ([*own, "0"], [*own, "0"]), "planted": ([*own, "0"], [*own, str(args.slower)])}
     if args.command:
         pairs = {"self": (args.command, args.command)}
+    pairs = {what: pair for what, pair in pairs.items() if args.only in (None, what)}
     verdicts = {what: Counter[str]() for what in pairs}
     for number in range(args.repeats):
         for what, (first, second) in pairs.items():

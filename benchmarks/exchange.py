@@ -30,7 +30,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "train_fsdp2.py"
-TURNS, STEPS, WARM = 4, 12, 4
+TURNS, STEPS, WARM = 4, 5, 4
 OF_DDP: dict[str, dict[str, Any]] = {
     "bucket_cap_mb=5": {"bucket_cap_mb": 5},
     "bucket_cap_mb=100": {"bucket_cap_mb": 100},
