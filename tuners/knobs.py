@@ -290,14 +290,18 @@ GRAPHED_MODES = ("cudagraphs", "reduce-overhead", "max-autotune")
 def _compile_modes(here: SearchContext) -> tuple[Value, ...]:
     if not here.compiles or here.deterministic:
         return ()
+    saves = OFFLOAD in here.own  # a CUDA graph holds its memory while the baseline trains
     if here.quick:
-        return ("none", "cudagraphs") if here.device == "cuda" and not here.sharded else ()
+        has_graphs = here.device == "cuda" and not (here.sharded or saves)
+        return ("none", "cudagraphs") if has_graphs else ()
     possible: tuple[str, ...] = ()
     if here.device == "cuda":  # Triton comes with CUDA; the CPU needs a C++ compiler
         possible = COMPILE_MODES_FULL if here.full else COMPILE_MODES
     elif shutil.which(os.environ.get("CXX", "g++")):
         possible = (BLOCKS, "default")
     modes = [mode for mode in possible if here.repeats or mode != BLOCKS]
+    if saves:
+        modes = [mode for mode in modes if mode not in GRAPHED_MODES]
     if here.sharded:  # each block gathers its weights by hooks, which cannot be compiled
         modes = [mode for mode in modes if mode == BLOCKS]
     return ("none", *modes) if modes else ()
@@ -501,7 +505,6 @@ KNOBS: tuple[Knob, ...] = (
         "small tensors stay on the device",
         values=lambda here: SWITCH if OFFLOAD in here.own else (),
         numerics=True,
-        conflicts={"compile": GRAPHED_MODES},
         shown=lambda value: OFFLOADED if value else "activations on the device",
         blocks=True,
     ),

@@ -37,6 +37,7 @@ def on_cpu(**more: Any) -> SearchContext:
 
 
 OFF, FIXED_ON = (False,), (True,)
+SAVING = Config({knobs.OFFLOAD: True})  # the script runs out of memory otherwise
 
 
 @pytest.mark.parametrize(
@@ -72,6 +73,8 @@ OFF, FIXED_ON = (False,), (True,)
         ("compile", on_cpu(quick=True), ()),
         ("compile", on_cuda(repeats=True, sharded=True), ("none", "blocks")),
         ("compile", on_cuda(sharded=True), ()),
+        ("compile", on_cuda(repeats=True, own=SAVING), ("none", "blocks", "default")),
+        ("compile", on_cuda(quick=True, own=SAVING), ()),
         ("bucket_cap_mb", on_cuda(wrapped=("bucket_cap_mb",)), (25, 5, 100)),
         ("bucket_cap_mb", on_cuda(), ()),
         ("dynamic_shapes", on_cuda(varies=True), OFF_ON),

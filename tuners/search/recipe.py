@@ -35,15 +35,16 @@ class Recipe:
         self._space, self._visits = space, visits
         self._uses, self._on = space.uses, space.on
         self._saves: dict[str, Value] = {}  # how the format that was tried last saves memory
-        self._ways_to_save = knobs.SAVED if knobs.OFFLOAD in space.choices else ({},)
+        self._saving = knobs.OFFLOAD in space.choices  # the unmodified script does not fit
+        self._ways_to_save = knobs.SAVED if self._saving else ({},)
         modes = space.choices.get(knobs.COMPILE, ())
         # On a GPU, if compiling is permitted.
-        self._has_graphs = any(mode in knobs.GRAPHED_MODES for mode in modes)
+        self._compiles_early = self._saving or any(one in knobs.GRAPHED_MODES for one in modes)
 
     def __iter__(self) -> Iterator[Proposal]:
         yield from self._loader(STARVED)
         # Compiling gains the most on a GPU. Elsewhere it takes as long, and gains little.
-        if self._has_graphs:
+        if self._compiles_early:
             stages = [self._half, self._compiled, self._lighter, self._toggles, self._larger]
             stages += [self._other_code, self._alone]
         else:
@@ -71,7 +72,7 @@ class Recipe:
         """The number format and layout to compile: the first of the recipe that runs; the fastest
         of them without a GPU, and for volumes."""
         found = [config for config in self._recipes() if self._runs(config)]
-        if self._space.volumes or not self._has_graphs:
+        if self._space.volumes or not self._compiles_early:
             seen = [v for c in (*found, self._near({})) if (v := self._visits.get(c)) and v.ok]
             return max(seen, key=score).config if seen else self._near({})
         return next((c for c in found if c.changed(self._space.default)), self._near({}))
@@ -101,14 +102,14 @@ class Recipe:
         least = CLEARLY * score(self._visits.baseline)
         for config in self._recipes():
             same = not config.changed(self._space.default).only(*knobs.FORMATS)
-            if self._has_graphs and same and knobs.OFFLOAD not in self._space.choices:
+            if self._compiles_early and same and not self._saving:
                 return
             for changes in self._ways_to_save:
                 tried = self._near(config | changes)
                 yield tried
                 if tried in self._visits and self._runs(tried):
                     self._saves = changes
-                    if self._has_graphs or score(self._visits[tried]) >= least:
+                    if self._compiles_early or score(self._visits[tried]) >= least:
                         if self._space.volumes:
                             yield self._near(tried | dict.fromkeys(knobs.LAYOUTS, True))
                         return

@@ -34,6 +34,7 @@ class LimitObserver:
         self._waits, self._called_at = set[tuple[str, int]](), ("", 0)
         self._given = defaultdict[str, list[torch.Tensor]](list)  # inputs that may be padded
         self._busy_s = self._sample_s = 0.0  # of the GPU in a step; of a sample, in a worker
+        self._unwatched_s = 0.0  # of a step
         self._began = time.time()
         self._padded, self._aside, looks, self._step = ("", 0.0), "", self._look(), -1  # in a look
         self.end_step, self.close = looks.__next__, looks.close
@@ -42,20 +43,23 @@ class LimitObserver:
 
     def _look(self) -> Any:
         """Generator: goes on at the end of each step."""
+        began = synchronized()
+        yield from range(LOOK_STEPS)
+        self._unwatched_s = (synchronized() - began) / LOOK_STEPS
         with warnings.catch_warnings(), ExitStack() as stack:
             warnings.filterwarnings("always", WAITS)
             warnings.showwarning = functools.partial(self._warned, warnings.showwarning)
             for call in self._calls:
                 stack.callback(setattr, call, "act", call.act)
                 call.act = functools.partial(self._keep, call.act)
-            if cuda := torch.cuda.is_initialized():
+            if torch.cuda.is_initialized():
                 stack.callback(torch.cuda.set_sync_debug_mode, torch.cuda.get_sync_debug_mode())
                 torch.cuda.set_sync_debug_mode("warn")
             yield from range(LOOK_STEPS)
         self._padded = padding(self._given)
         with suppress(Exception):  # the script may profile itself
-            if cuda:
-                torch.cuda.synchronize()
+            if torch.cuda.is_initialized():
+                synchronized()
                 with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as p:
                     yield from range(LOOK_STEPS)
                 _exchanges, work = spans(p.events(), of_gpu=True)
@@ -128,7 +132,9 @@ class LimitObserver:
                     if time.perf_counter() > began + PROBE_S:
                         break
             self._sample_s = (time.perf_counter() - began) / loaded if loaded else 0.0
-        busy, sampled = self._busy_s, [*self._sampled.items()]
+        sampled, busy = [*self._sampled.items()], self._busy_s
+        if self._unwatched_s:  # a process that was profiled launches kernels more slowly
+            busy *= max(1.0, (step_s - loading) / self._unwatched_s)
         _, at, share = self._phase("found loading" if self._sample_s else "loading")
         left = step_s - loading * share  # workers load while the step computes
         left = max(step_s - loading, step_s - step_s * share) if self._sample_s else left
@@ -148,7 +154,7 @@ class LimitObserver:
             took = sum(seconds.values()) / times
             found.append((phase, at, took, took + often_s, often_s))
         for at, (what, compile_s) in recompilations(self._began).items():
-            took = compile_s / (steps + 2 * LOOK_STEPS)
+            took = compile_s / (steps + 3 * LOOK_STEPS)
             found.append((f"recompiling {what}", at, took, step_s, step_s - took))
         left = min(step_s, busy + loading) if busy else step_s
         found.append(("an idle GPU", self._phase("step")[1], step_s - left, step_s, left))
@@ -158,6 +164,13 @@ class LimitObserver:
             for what, at, s, whole, left in found
             if (gain := whole / max(left, whole / 1e3, 1e-9)) >= SHOWN_GAIN
         )
+
+
+def synchronized() -> float:
+    """The time, after all work of the GPU."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    return time.perf_counter()
 
 
 def recompilations(since: float) -> dict[tuple[str, int], tuple[str, float]]:

@@ -49,7 +49,8 @@ def line(ranks: Sequence[RankStep]) -> str:
     if not ranks:
         return ""
     parts = [
-        f"{what}{', which is slow,' * what.startswith('rank ')} {share:.0%} ({_most(share)})"
+        f"{what}{', which is slow,' * what.startswith('rank ')} {share:.0%}"
+        + f" ({_most(share)})" * (what != _COMPUTE)
         for what, share in shares(ranks).items()
     ]
     parts[0] = parts[0].replace("%", "% of a step", 1)
