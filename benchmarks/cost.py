@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -71,20 +73,27 @@ def main() -> None:
     if row:
         by_hand = flops * rate / (1e12 * float(row["tf32"]))
         print(f"MFU: {mfu(kept, own.config, own.samples_per_s):.4f}, by hand {by_hand:.4f}")
-    if watts:
-        print(f"J/sample: {own.joules:.5g}, nvidia-smi {statistics.mean(watts) / rate:.5g}")
+    by_smi = statistics.mean(watts) / rate if watts else float("nan")
+    print(f"J/sample: {own.joules:.5g}, nvidia-smi {by_smi:.5g}")
+
+
+def end_with(one: subprocess.Popen[bytes], other: subprocess.Popen[bytes]) -> None:
+    other.wait()
+    one.kill()
 
 
 def powers(loop: subprocess.Popen[bytes]) -> list[float]:
     """Returns the watts that nvidia-smi reports while a loop runs, without its first three seconds
     and its last one; [] without a GPU."""
-    query = ["nvidia-smi", "--query-gpu=power.draw.instant", "--format=csv,noheader,nounits", "-i0"]
-    found = []
-    while loop.poll() is None:
-        with contextlib.suppress(OSError, ValueError):
-            found.append(float(subprocess.run(query, stdout=subprocess.PIPE).stdout))
-        time.sleep(0.1)
-    return found[30:-10]
+    gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    query = ["nvidia-smi", "--query-gpu=power.draw.instant", "--format=csv,noheader,nounits"]
+    found = list[tuple[float, float]]()
+    with contextlib.suppress(OSError):
+        watch = subprocess.Popen([*query, "-i", gpu, "-lms", "100"], stdout=subprocess.PIPE)
+        threading.Thread(target=end_with, args=(watch, loop), daemon=True).start()
+        assert watch.stdout is not None
+        found += [(time.perf_counter(), float(line)) for line in watch.stdout]
+    return [watts for at, watts in found if found[0][0] + 3 < at < found[-1][0] - 1]
 
 
 if __name__ == "__main__":

@@ -32,6 +32,9 @@ SIZES = {
     "tiny": Size(4, 64, 128, 4, 2, 256, 32, 4),
     "1b": Size(20, 2048, 5632, 32, 8, 32_000, 1024, 4),
 }
+RARE = 4
+"""How much rarer later words are. If all were equally frequent, there would be nothing to learn:
+gradients would be noise, which rounding to bf16 changes (benchmarks/results/ranks.md)."""
 
 
 def rotated(x: Tensor) -> Tensor:
@@ -84,8 +87,6 @@ class Llama(nn.Module):
         self.head = nn.Linear(size.width, size.words, bias=False)
         for one in self.modules():
             if isinstance(one, nn.Linear | nn.Embedding):
-                # With PyTorch's larger weights, rounding to bf16 changes the gradients after 30
-                # steps (benchmarks/results/ranks.md).
                 nn.init.normal_(one.weight, std=0.02)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -121,7 +122,8 @@ def main() -> None:
         optimizer.zero_grad()
         for _ in range(args.micro_batches):
             shape = size.batch, size.context + 1
-            tokens = torch.randint(size.words, shape, device=device, generator=draw)
+            drawn = torch.rand(shape, device=device, generator=draw)
+            tokens = (size.words * drawn**RARE).long()
             logits = model(tokens[:, :-1])
             loss = functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
             (loss / args.micro_batches).backward()
