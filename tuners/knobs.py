@@ -26,9 +26,7 @@ from advisor.tuners.torch_facts import torch
 CHECKPOINT, OFFLOAD = "checkpoint_blocks", "offload"
 COMPUTE, INPUT = "compute", "input"  # stages: a batch lies on the device; a loader feeds it
 WORKERS, THREADS = "num_workers", "threads"
-BUCKET, BUCKET_VIEW = "bucket_cap_mb", "gradient_as_bucket_view"
-BROADCAST, BF16_REDUCE = "broadcast_buffers", "bf16_reduce"
-RESHARD, PREFETCH = "reshard_after_forward", "prefetch_modules"
+BF16_REDUCE, RESHARD = "bf16_reduce", "reshard_after_forward"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -375,7 +373,7 @@ def _of_wrapper(name: str, summary: str, *values: Value, **more: Any) -> Knob:
     return Knob(
         name=name,
         summary=summary,
-        domain=more.pop("domain", values),
+        domain=values,
         default=values[0],
         values=lambda here: values if name in here.wrapped else (),
         guess="leader",
@@ -524,22 +522,6 @@ KNOBS: tuple[Knob, ...] = (
         captured=(True,),
     ),
     _of_wrapper(
-        BUCKET,
-        "DistributedDataParallel: MiB of gradients that one all-reduce sends",
-        *(25, 5, 100),
-        domain=range(1, 2**12 + 1),
-    ),
-    _of_wrapper(
-        BUCKET_VIEW,
-        "DistributedDataParallel: gradients lie where they are sent from, uncopied",
-        *SWITCH,
-    ),
-    _of_wrapper(
-        BROADCAST,
-        "DistributedDataParallel: send buffers before each step, also if none changes",
-        *(True, False),
-    ),
-    _of_wrapper(
         BF16_REDUCE,
         "gradients are sent and summed in bf16, if --allow bf16-reduce is given",
         *SWITCH,
@@ -547,12 +529,6 @@ KNOBS: tuple[Knob, ...] = (
         permitted=lambda given, value: not value or "bf16-reduce" in given.get("allow", ()),
     ),
     _of_wrapper(RESHARD, "FSDP2: free gathered weights after a block's forward pass", True, False),
-    _of_wrapper(
-        PREFETCH,
-        "FSDP2: blocks whose weights are gathered ahead of use (0: as FSDP2 does)",
-        *(0, 2),
-        shown=lambda value: f"{value} blocks gathered ahead",
-    ),
     Knob(
         name=THREADS,
         summary="CPU threads inside one operation",

@@ -147,17 +147,17 @@ def test_apply_puts_the_record_of_the_run_in_force_until_release() -> None:
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        ({"channels_last": True}, "channels_last; without bucket_cap_mb=5, with which it was"),
-        ({}, "your unmodified script; bucket_cap_mb=5: all that is advised, and not in force"),
+        ({"channels_last": True}, "channels_last; without no reshard_after_forward, with which"),
+        ({}, "your unmodified script; no reshard_after_forward: all that is advised"),
     ],
 )
 def test_a_setting_that_the_scripts_wrapper_does_not_permit_is_not_in_force(
     seen: ScriptFacts, more: dict[str, Value], said: str
 ) -> None:
-    tuned = replace(seen, wrapped=("bucket_cap_mb",))  # the same model in DDP, without a hook
-    open_records(None).put(record_of(tuned, Config({"bucket_cap_mb": 5, **more})))
+    tuned = replace(seen, wrapped=("reshard_after_forward",))  # the same model under FSDP2
+    open_records(None).put(record_of(tuned, Config({"reshard_after_forward": False, **more})))
     advice = advisor.apply()
-    with pytest.warns(match="bucket_cap_mb=5: advised, and not in force; the wrapper of this"):
+    with pytest.warns(match="reshard_after_forward: advised, and not in force; the wrapper of"):
         trained(Net())
     assert advice.report().startswith(f"in force: {said}")
 

@@ -56,18 +56,15 @@ class Messages(TorchDispatchMode):
 
 
 class Net(nn.Module):
-    """2.1 MB of weights, and a buffer. `fault`: of autocast; `counts`: the buffer changes;
-    `saved`: checkpoints have it."""
+    """2.1 MB of weights, and a buffer. `fault`: of autocast."""
 
-    def __init__(self, fault: float = 1.0, counts: bool = False, saved: bool = False) -> None:
+    def __init__(self, fault: float = 1.0) -> None:
         super().__init__()
         self.layers = nn.ModuleList([nn.Linear(256, 256) for _ in range(8)])
-        self.register_buffer("scale", torch.ones(256), persistent=saved)
-        self.fault, self.counts = fault, counts
+        self.register_buffer("scale", torch.ones(256), persistent=False)
+        self.fault = fault
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.counts:
-            self.scale.mul_(1.001)
         for layer in self.layers:
             x = x + layer(x).relu() * self.scale.to(x.dtype)
         return x * self.fault if torch.is_autocast_enabled("cpu") else x
@@ -99,11 +96,9 @@ class Guide(ScriptedGuide):
         raise AssertionError("the script failed") from exc
 
 
-def ddp(
-    fault: float = 1.0, hooked: bool = False, **how: Any
-) -> tuple[nn.Module, Callable[[], Tensor]]:
+def ddp(fault: float = 1.0, hooked: bool = False) -> tuple[nn.Module, Callable[[], Tensor]]:
     """`fault`: of rank 1 alone."""
-    net = Net(fault if dist.get_rank() == 1 else 1.0, **how)
+    net = Net(fault if dist.get_rank() == 1 else 1.0)
     parallel = nn.parallel.DistributedDataParallel(net)
     if hooked:
         parallel.register_comm_hook(None, allreduce_hook)
@@ -181,17 +176,13 @@ def run_rank(env: Mapping[str, str], folder: Path, job: Mapping[str, Any]) -> No
             loss = loss_of()
             loss.backward()
         gradients = [one.grad for one in net.parameters() if one.grad is not None]
-        # A view into a bucket is smaller than its storage.
-        views = not isinstance(net, FSDPModule) and any(
-            one.untyped_storage().nbytes() > one.nbytes for one in gradients
-        )
         fused = bool(optimizer.param_groups[0].get("fused"))
         nn.utils.clip_grad_norm_(net.parameters(), 100.0)
         before = [local(one).clone() for one in gradients]
         optimizer.step()  # the pilot acts in this call
         after = [local(one.grad) for one in net.parameters() if one.grad is not None]
         torch.testing.assert_close(after, before, rtol=0, atol=0)
-        steps.append({"sent": messages.sent, "loss": loss.item(), "views": views, "fused": fused})
+        steps.append({"sent": messages.sent, "loss": loss.item(), "fused": fused})
     if "loads" in job:  # a checkpoint while a config is in force
         whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
         saved = get_state_dict(net, optimizer, options=whole)
@@ -245,15 +236,14 @@ def assert_trains_alike(
     steps = found["visited"][until][1]
     plain = run_job(folder / "plain", size, **job | {"steps": steps})[0]
     losses = [[step["loss"] for step in one["steps"][:steps]] for one in (found, plain)]
-    torch.testing.assert_close(*map(torch.tensor, losses), rtol=1e-5, atol=0)
+    torch.testing.assert_close(*map(torch.tensor, losses), rtol=1e-4, atol=0)
     weights = (torch.load(folder / name / "weights.pt") for name in ("tuned", "plain"))
     ours, theirs = ({n: (w.dtype, w.shape) for n, w in one.items()} for one in weights)
     assert ours == theirs
 
 
-BUCKETS = ["allreduce_ float32 263168"] * 2
-SENT = ["broadcast_ float32 256", *BUCKETS]
-SHARDS = ["bf16_reduce", "prefetch_modules", "reshard_after_forward"]
+SENT = ["broadcast_ float32 256", *["allreduce_ float32 263168"] * 2]
+SHARDS = ["bf16_reduce", "reshard_after_forward"]
 BLOCK = 36992  # weights of a block of the example
 
 
@@ -263,34 +253,23 @@ def gathers(found: dict[str, Any]) -> list[str]:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_settings_of_ddp_act_and_are_undone(tmp_path: Path, size: int) -> None:
-    changed: list[dict[str, Value]] = [
-        {"bucket_cap_mb": 5},
-        {"gradient_as_bucket_view": True},
-        {"broadcast_buffers": False},
-        {"bf16_reduce": True},
-    ]
-    values = [{}, *(one for change in changed for one in (change, {}))]
+def test_gradients_of_ddp_are_sent_in_bf16_and_that_is_undone(tmp_path: Path, size: int) -> None:
+    values: list[dict[str, Value]] = [{}, {"bf16_reduce": True}, {}, {"bf16_reduce": True}, {}]
     job = {"wrapper": "ddp", "steps": len(values) * (STEPS + 2) + 6}
     found = run_job(tmp_path / "tuned", size, values=values, **job)[0]
-    assert found["offered"] == sorted(name for one in changed for name in one)
+    assert found["offered"] == ["bf16_reduce"]
     assert [one[:1] + one[2:] for one in found["results"]] == [["ok", STEPS]] * len(values)
-    own, bucket, view, buffers, reduced = (last_steps(found)[at] for at in (0, 1, 3, 5, 7))
-    for undone in last_steps(found)[::2]:
-        assert (undone["sent"], undone["views"]) == (SENT, False)
-    assert own["sent"] == SENT and view["views"]
-    assert bucket["sent"] == [SENT[0], "allreduce_ float32 526336"]
-    assert buffers["sent"] == BUCKETS
-    assert reduced["sent"] == [SENT[0], *["allreduce_ bfloat16 263168"] * 2]
+    sent = [one["sent"] for one in last_steps(found)]
+    assert sent[::2] == [SENT] * 3
+    assert sent[1::2] == [[SENT[0], *["allreduce_ bfloat16 263168"] * 2]] * 2
 
-    assert_trains_alike(tmp_path, found, size, job, until=len(values) - 2)
+    assert_trains_alike(tmp_path, found, size, job, until=len(values) - 1)
 
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_settings_of_fsdp2_act_and_are_undone(tmp_path: Path, size: int) -> None:
     changed: list[dict[str, Value]] = [
         {"reshard_after_forward": False},
-        {"prefetch_modules": 2},
         {"fused_optimizer": True},
         {"precision": "bf16"},
         {"precision": "bf16", "bf16_reduce": True},
@@ -299,7 +278,7 @@ def test_settings_of_fsdp2_act_and_are_undone(tmp_path: Path, size: int) -> None
     job = {"wrapper": "fsdp", "steps": len(values) * (STEPS + 2) + 6}
     found = run_job(tmp_path / "tuned", size, values=values, **job)[0]
     assert found["offered"] == SHARDS
-    own, kept, ahead, fused, half, reduced = (last_steps(found)[at] for at in (0, 1, 3, 5, 7, 9))
+    own, kept, fused, half, reduced = (last_steps(found)[at] for at in (0, 1, 3, 5, 7))
     for undone in last_steps(found)[::2]:
         assert (undone["sent"], undone["fused"]) == (own["sent"], False)
     assert f"_allgather_base_ float32 {BLOCK}" in own["sent"]
@@ -309,15 +288,14 @@ def test_settings_of_fsdp2_act_and_are_undone(tmp_path: Path, size: int) -> None
     assert half["sent"][-1] == own["sent"][-1]  # gradients in float32
     assert gathers(own) == [*"GGGGG", *"GGRGRGRRR"]
     assert gathers(kept) == [*"GGGGG", *"RRRRR"]
-    assert gathers(ahead) == [*"GGGGG", *"GGGRGRRRR"]
     assert fused["fused"] and fused["sent"] == own["sent"]
 
     assert_trains_alike(tmp_path, found, size, job, until=len(values) - 4)
 
 
 CHECKPOINTED: dict[str, list[dict[str, Value]]] = {
-    "ddp": [{"bucket_cap_mb": 5, "gradient_as_bucket_view": True}, {"broadcast_buffers": False}],
-    "fsdp": [{"precision": "bf16", "fused_optimizer": True, "prefetch_modules": 2}],
+    "ddp": [{"bf16_reduce": True}, {"fused_optimizer": True}],
+    "fsdp": [{"precision": "bf16", "fused_optimizer": True, "reshard_after_forward": False}],
 }
 
 
@@ -371,9 +349,7 @@ def test_evaluation_of_a_sharded_model_is_the_scripts_own(tmp_path: Path) -> Non
     [
         ("fsdp", "policy", SHARDS, "already: bf16"),
         ("fsdp", "hooked", [], "loader are tuned: a weight has a hook on its gradient"),
-        ("ddp", "hooked", ["broadcast_buffers"], "DistributedDataParallel's settings: it has a"),
-        ("ddp", "counts", ["bf16_reduce", "bucket_cap_mb", "gradient_as_bucket_view"], ""),
-        ("ddp", "saved", ["bf16_reduce", "bucket_cap_mb", "gradient_as_bucket_view"], ""),
+        ("ddp", "hooked", [], "not tuned: bf16_reduce: DistributedDataParallel has a hook"),
     ],
 )
 def test_a_line_says_what_a_script_keeps(
@@ -388,7 +364,7 @@ def test_a_line_says_what_a_script_keeps(
 @pytest.mark.parametrize(
     ("wrapper", "values"),
     [
-        ("ddp", [{"precision": "bf16"}, {"bf16_reduce": True}, {"bucket_cap_mb": 5}]),
+        ("ddp", [{"precision": "bf16"}, {"bf16_reduce": True}, {"fused_optimizer": True}]),
         ("fsdp", [{"precision": "bf16", "bf16_reduce": True}, {"fused_optimizer": True}]),
     ],
 )

@@ -65,7 +65,7 @@ def can_rebuild(outer: nn.Module) -> bool:
 
 
 def rebuild(outer: nn.Module) -> None:
-    """Have DistributedDataParallel use weights' present strides, and its present settings; all
+    """Have DistributedDataParallel use weights' present strides, and its present hooks; all
     processes at the same step.
 
     It writes gradients with the strides that weights had when its reducer was made, and reads

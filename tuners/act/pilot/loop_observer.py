@@ -13,11 +13,10 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 from advisor.tuners.act.gate import Signatures, signature
-from advisor.tuners.act.pilot.wrappers import ReplicaObserver, Wrappers
+from advisor.tuners.act.pilot.wrappers import Wrappers
 from advisor.tuners.decisions import MAX_OBSERVED_STEPS, MIN_OBSERVED_STEPS
 from advisor.tuners.fingerprint import unwrapped
 
@@ -112,7 +111,6 @@ class LoopObserver:
         self.optimizers: list[torch.optim.Optimizer] = []  # in the order of their first steps
         self.frees_gradients = True  # whether gradients are freed between steps, as by `zero_grad`
         self.sparse = False  # whether a gradient was sparse
-        self.replicas: dict[nn.Module, ReplicaObserver] = {}
         self._order: list[int] = []
         self._met: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._awaited: list[weakref.ref[torch.optim.Optimizer]] | None = None
@@ -125,9 +123,6 @@ class LoopObserver:
             return
         if module not in self.called:
             self.called[module] = TrainedModel(module, unwrapped(module))
-            for one in module.modules():
-                if isinstance(one, DistributedDataParallel) and one not in self.replicas:
-                    self.replicas[one] = ReplicaObserver(one)
         self.called[module].saw(args, kwargs)
 
     def on_autocast(self, module: nn.Module) -> None:
@@ -141,8 +136,6 @@ class LoopObserver:
         for one in self.called.values():
             one.steps.append(Counter())
             one.samples = 0
-        for replica in self.replicas.values():
-            replica.stepped()
         if optimizer not in self.optimizers:
             self.optimizers.append(optimizer)
         at = self.optimizers.index(optimizer)
@@ -221,11 +214,10 @@ class LoopObserver:
     @functools.cached_property
     def wrappers(self) -> Wrappers:
         """Of the trained models; all ranks ask for this first at the same step."""
-        return Wrappers((one.outer for one in self.trained()), self.replicas)
+        return Wrappers(one.outer for one in self.trained())
 
     def forget(self) -> None:
         """Drop references to the script's objects: it may need the memory."""
-        self.replicas.clear()
         self.called.clear()
         self._met.clear()
         self.optimizers.clear()

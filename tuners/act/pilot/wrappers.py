@@ -2,8 +2,8 @@
 
 DistributedDataParallel gets a new reducer, as its `__setstate__` makes one. Of FSDP2's private
 state (torch/distributed/fsdp/_fully_shard, torch 2.6 to 2.14), these attributes are set, as its own
-setters and constructor set them: `post_forward_mesh_info`, `_states_to_forward_prefetch`,
-`_states_to_backward_prefetch`, `_mp_policy` with `mp_policy`, and a parameter's gathered copies.
+setters and constructor set them: `post_forward_mesh_info`, `_mp_policy` with `mp_policy`, and a
+parameter's gathered copies.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import importlib
 import itertools
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -24,94 +23,17 @@ from advisor.cache.config import Config, Value
 from advisor.tuners import knobs
 from advisor.tuners.act import layouts, ranks
 
-_MIB, _FORMAT = 2**20, knobs.FORMATS[0]
-_BUCKETS = ("bucket_bytes_cap", "bucket_bytes_cap_default", "_bucket_config")
-_SWITCHES = (knobs.BUCKET_VIEW, knobs.BROADCAST)
-_SET = (*_BUCKETS, *_SWITCHES, "_comm_hooks")
-"""Attributes of DistributedDataParallel that are set. All but `broadcast_buffers` take effect with
-a new reducer; not every version of torch has each."""
-_FIXED = "DistributedDataParallel's settings: it has a hook, static graph or mixed precision"
+_FORMAT = knobs.FORMATS[0]
+_FIXED = "bf16_reduce: DistributedDataParallel has a hook, static graph or mixed precision"
 _SHARDED = "its weights are sharded: only flags and the loader are tuned"
-_AHEAD = ("_states_to_forward_prefetch", "_states_to_backward_prefetch")
 _GATHERED = ("all_gather_outputs", "_unsharded_param")
 _failures = itertools.count()
 
 
-class ReplicaObserver:
-    """Observes the buffers of a DistributedDataParallel in a script's first steps: their values,
-    because its broadcast writes the same ones again."""
-
-    def __init__(self, parallel: DistributedDataParallel) -> None:
-        self._parallel = parallel
-        self._first: list[Tensor] | None = None
-        self._steps = 0
-        # A buffer in checkpoints, such as a running statistic, is state: it may change later.
-        self._same = all(
-            buffer is None or name in one._non_persistent_buffers_set
-            for one in parallel.modules()
-            for name, buffer in one._buffers.items()
-        )
-
-    def stepped(self) -> None:
-        if not self._same:
-            return
-        buffers = [one.detach() for one in self._parallel.buffers()]
-        if self._first is None:
-            self._first = [one.clone() for one in buffers]
-        self._steps += 1
-        self._same = len(buffers) == len(self._first)
-        self._same = self._same and all(map(torch.equal, self._first, buffers))
-
-    @property
-    def keeps_buffers(self) -> bool:
-        """Whether the buffers are constants, so that all ranks keep the same ones."""
-        return self._steps > 1 and self._same
-
-
-class _Replica:
-    """The settings of one DistributedDataParallel."""
-
-    def __init__(self, parallel: DistributedDataParallel, seen: ReplicaObserver | None) -> None:
-        self.parallel = parallel
-        self._own = {name: getattr(parallel, name) for name in _SET if hasattr(parallel, name)}
-        cap = parallel.bucket_bytes_cap // _MIB
-        self.own: dict[str, Value] = {name: bool(getattr(parallel, name)) for name in _SWITCHES}
-        weights = [one for one in parallel.module.parameters() if one.requires_grad]
-        self.names: list[str] = []
-        self.fixed = not layouts.can_rebuild(parallel)
-        if not self.fixed:
-            self.names += [] if self.own[knobs.BUCKET_VIEW] else [knobs.BUCKET_VIEW]
-            # Any gradients that fit into the first bucket, of 1 MiB, need one all-reduce.
-            listed = getattr(parallel, "bucket_bytes_cap_list", None)
-            if cap and not listed and sum(one.nbytes for one in weights) > _MIB:
-                self.names.append(knobs.BUCKET)
-                self.own[knobs.BUCKET] = cap
-            if all(one.dtype == torch.float32 for one in weights):
-                self.names.append(knobs.BF16_REDUCE)
-        has = self.own[knobs.BROADCAST] and any(True for _ in parallel.buffers())
-        self.names += [knobs.BROADCAST] if has and seen is not None and seen.keeps_buffers else []
-
-    def set(self, given: Mapping[str, Value]) -> None:
-        parallel, wanted = self.parallel, dict(self._own)
-        if given.get(knobs.BUCKET):
-            cap = int(given[knobs.BUCKET] or 0) * _MIB
-            wanted |= {"bucket_bytes_cap": cap, "bucket_bytes_cap_default": False}
-            if "_bucket_config" in wanted:
-                wanted["_bucket_config"] = dataclasses.replace(
-                    wanted["_bucket_config"], bucket_bytes_cap=cap, first_bucket_bytes_cap=cap
-                )
-        wanted |= {name: given[name] for name in _SWITCHES if name in given}
-        if given.get(knobs.BF16_REDUCE):
-            wanted["_comm_hooks"] = [(_hooks().bf16_compress_hook, parallel.process_group)]
-        changed = {name for name, value in wanted.items() if getattr(parallel, name) != value}
-        for name in changed:
-            setattr(parallel, name, wanted[name])
-        if changed - {knobs.BROADCAST}:
-            layouts.rebuild(parallel)
-
-
-def _hooks() -> ModuleType:
-    return importlib.import_module("torch.distributed.algorithms.ddp_comm_hooks.default_hooks")
+def _compress_hook() -> Any:
+    """PyTorch's hook that sends a DistributedDataParallel's gradients in bf16."""
+    module = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks"
+    return importlib.import_module(module).bf16_compress_hook
 
 
 class Shards:
@@ -121,25 +43,21 @@ class Shards:
         self.modules = modules
         states = list(dict.fromkeys(one._get_fsdp_state() for one in modules))
         self._roots = [one for one in states if one._is_root]
-        self._states = {one: vars(one).copy() for one in states}
+        self._policies = {one: one._mp_policy for one in states}
         self._groups = {
             group: group.post_forward_mesh_info for one in states for group in _groups(one)
         }
         self._kept: dict[tuple[Any, Any], dict[str, Any]] = {}
         self._idle, self._own = True, Config()
         self._given, self._now = self._own, self._own
-        policies = [one._mp_policy for one in states]
+        policies = self._policies.values()
         self.dtype = next((p.param_dtype for p in policies if p.param_dtype is not None), None)
         policed = any((p.reduce_dtype or p.output_dtype) is not None for p in policies)
         self.locked = policed and self.dtype is None
-        alone = len(states) == len(self._roots)
-        fixed = alone or any(getattr(one, name) for one in states for name in _AHEAD)
-        self.names = [] if fixed else [knobs.PREFETCH]
         inner = [g for one in states if one not in self._roots for g in _groups(one)]
-        self.own: dict[str, Value] = {}
-        if inner:
-            self.own[knobs.RESHARD] = any(one.post_forward_mesh_info is not None for one in inner)
-            self.names += [knobs.RESHARD] if self.own[knobs.RESHARD] else []
+        reshards = any(one.post_forward_mesh_info is not None for one in inner)
+        self.names = [knobs.RESHARD] if reshards else []
+        self.own = Config({knobs.RESHARD: False} if inner and not reshards else {})
         in_half = [one for one in policies if (one.reduce_dtype or one.param_dtype) is not None]
         if all(one.reduce_dtype == torch.float32 for one in in_half):
             self.names.append(knobs.BF16_REDUCE)
@@ -204,24 +122,17 @@ class Shards:
 
     def _put(self, given: Config) -> None:
         self._now = given
-        policies = {state: self._policy(state, given) for state in self._states}
+        policies = {state: self._policy(state, given) for state in self._policies}
         if any(state._mp_policy != policy for state, policy in policies.items()):
             self.reshard()
             for state, policy in policies.items():
                 self._set_policy(state, policy)
         for group, mesh in self._groups.items():
             group.post_forward_mesh_info = mesh if given.get(knobs.RESHARD, True) else None
-        ahead = int(given.get(knobs.PREFETCH) or 0)
-        for root in self._roots:
-            inner = [one for one in root._state_ctx.all_states if one is not root]
-            for at, state in ((-1, root), *enumerate(inner)):
-                after, before = inner[at + 1 :], inner[: at if at >= 0 else None][::-1]
-                for name, others in zip(_AHEAD, (after, before), strict=True):
-                    vars(state)[name] = others[:ahead] or self._states[state][name]
 
     def _policy(self, state: Any, given: Mapping[str, Value]) -> Any:
         """FSDP2's MixedPrecisionPolicy. The root returns float32, as under autocast."""
-        own: Any = self._states[state]["_mp_policy"]
+        own = self._policies[state]
         named = knobs.AUTOCAST.get(given.get(_FORMAT))
         if named:
             own = dataclasses.replace(
@@ -271,14 +182,12 @@ class Wrappers:
         left_alone: whether only flags and the loader are tuned.
     """
 
-    def __init__(
-        self,
-        outers: Iterable[nn.Module],
-        seen: Mapping[nn.Module, ReplicaObserver] | None = None,
-    ) -> None:
+    def __init__(self, outers: Iterable[nn.Module]) -> None:
         modules = list(dict.fromkeys(itertools.chain(*(one.modules() for one in outers))))
         parallel = [one for one in modules if isinstance(one, DistributedDataParallel)]
-        self._replicas = [_Replica(one, (seen or {}).get(one)) for one in parallel]
+        self._replicas = {one: one._comm_hooks for one in parallel}
+        fixed = not all(map(layouts.can_rebuild, parallel))
+        weights = [w for one in parallel for w in one.module.parameters() if w.requires_grad]
         fsdp = sys.modules.get("torch.distributed.fsdp")
         sharded = [one for one in modules if isinstance(one, getattr(fsdp, "FSDPModule", ()))]
         self.shards = Shards(sharded)
@@ -287,17 +196,16 @@ class Wrappers:
         self.left_alone = older or self.shards.why_not != ""
         why = f": {self.shards.why_not}" if self.shards.why_not else ""
         limits = [_SHARDED + why] if self.left_alone else []
-        limits += [_FIXED] if any(one.fixed for one in self._replicas) else []
+        limits += [_FIXED] if fixed else []
         if self.left_alone:
             self.shards = Shards(())
         self.dtype, self.locked, self.limits = self.shards.dtype, self.shards.locked, (*limits,)
         self.is_sharded = bool(self.shards.modules)
-        parts: list[_Replica | Shards] = [*self._replicas]
-        parts += [self.shards] if self.is_sharded else []
-        self.own = Config(
-            {n: v for one in parts for n, v in one.own.items() if v != knobs.BY_NAME[n].default}
-        )
-        offered = [set(one.names) for one in parts]
+        self.own = self.shards.own
+        offered = [{*self.shards.names}] if self.is_sharded else []
+        if parallel:
+            in_fp32 = all(one.dtype == torch.float32 for one in weights)
+            offered.append({knobs.BF16_REDUCE} if in_fp32 and not fixed else set())
         found = ranks.common(set.intersection(*offered)) if offered else set[str]()
         self.names = tuple(sorted(found))
 
@@ -306,17 +214,21 @@ class Wrappers:
         at the same step. Knobs that this script does not offer are ignored."""
         given = {name: value for name, value in rows.items() if name in (*self.names, _FORMAT)}
         self._in_bf16 = bool(given.get(knobs.BF16_REDUCE))
-        for one in self._replicas:
-            one.set(given)
+        for parallel, hooks in self._replicas.items():
+            if self._in_bf16:
+                hooks = [(_compress_hook(), parallel.process_group)]
+            if parallel._comm_hooks != hooks:
+                parallel._comm_hooks = hooks
+                layouts.rebuild(parallel)
         self.shards.set(Config(given))
 
     def reduce(self, vector: Tensor) -> Tensor:
         """Average gradients over the ranks, as DistributedDataParallel does now, in place; FSDP2
         has done it already."""
-        for one in self._replicas[:1]:
-            group = one.parallel.process_group
+        for parallel in [*self._replicas][:1]:
+            group = parallel.process_group
             if self._in_bf16:
-                reduced: Tensor = _hooks().bf16_compress_hook(group, _Bucket(vector)).wait()
+                reduced: Tensor = _compress_hook()(group, _Bucket(vector)).wait()
                 return reduced
             torch.distributed.all_reduce(vector, group=group)
             vector /= torch.distributed.get_world_size(group)
