@@ -528,7 +528,12 @@ KNOBS: tuple[Knob, ...] = (
         numerics=True,
         permitted=lambda given, value: not value or "bf16-reduce" in given.get("allow", ()),
     ),
-    _of_wrapper(RESHARD, "FSDP2: free gathered weights after a block's forward pass", True, False),
+    _of_wrapper(
+        RESHARD,
+        "FSDP2: free gathered weights after a block's forward pass",
+        *(True, False),
+        shown=lambda value: f"{RESHARD}={value}",
+    ),
     Knob(
         name=THREADS,
         summary="CPU threads inside one operation",

@@ -147,8 +147,8 @@ def test_apply_puts_the_record_of_the_run_in_force_until_release() -> None:
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        ({"channels_last": True}, "channels_last; without no reshard_after_forward, with which"),
-        ({}, "your unmodified script; no reshard_after_forward: all that is advised"),
+        ({"channels_last": True}, "channels_last; without reshard_after_forward=False, with"),
+        ({}, "your unmodified script; reshard_after_forward=False: all that is advised"),
     ],
 )
 def test_a_setting_that_the_scripts_wrapper_does_not_permit_is_not_in_force(
@@ -157,7 +157,7 @@ def test_a_setting_that_the_scripts_wrapper_does_not_permit_is_not_in_force(
     tuned = replace(seen, wrapped=("reshard_after_forward",))  # the same model under FSDP2
     open_records(None).put(record_of(tuned, Config({"reshard_after_forward": False, **more})))
     advice = advisor.apply()
-    with pytest.warns(match="reshard_after_forward: advised, and not in force; the wrapper of"):
+    with pytest.warns(match="reshard_after_forward=False: advised, and not in force; the wrapper"):
         trained(Net())
     assert advice.report().startswith(f"in force: {said}")
 
