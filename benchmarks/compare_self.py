@@ -13,23 +13,24 @@ at most one `faster` or `slower` against itself; 19 or more `slower` for the pla
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import subprocess
 import sys
 import time
-from collections import Counter
+from collections import Counter, deque
 
 import torch
 from torch import nn
 
-WATCHED = range(2, 8)
-"""Steps whose median time is a step's time; the first ones are slower. A turn has about 13 steps on
-an H200, and all turns must be slowed down."""
+LAST = 5
+"""Steps whose median time is a step's time: the first steps are slower, and one in which the other
+side trains takes long."""
 
 
 def train(slower: float) -> None:
-    """Train without end. From the end of WATCHED on, wait `slower` times a step's time."""
+    """Train without end, and after each step wait `slower` times a step's time."""
     torch.manual_seed(0)
     gpu = torch.cuda.is_available()
     device = torch.device("cuda" if gpu else "cpu")
@@ -38,9 +39,8 @@ def train(slower: float) -> None:
     model = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     data = torch.randn(8, batch, length, width, device=device)
-    times: list[float] = []
-    wait_s, step = 0.0, 0
-    while True:
+    times = deque[float](maxlen=LAST)
+    for step in itertools.count():
         began = time.perf_counter()
         x = data[step % len(data)]
         loss = (model(x) - x.roll(1, 1)).square().mean()
@@ -48,14 +48,10 @@ def train(slower: float) -> None:
         loss.backward()
         optimizer.step()
         loss.item()  # on both sides: the wait would otherwise hide behind the GPU's work
-        if step in WATCHED:
-            times.append(time.perf_counter() - began)
-            wait_s = slower * statistics.median(times)
-        if step >= WATCHED.stop:
-            until = time.perf_counter() + wait_s
-            while time.perf_counter() < until:
-                pass
-        step += 1
+        times.append(time.perf_counter() - began)
+        until = time.perf_counter() + slower * statistics.median(times)
+        while time.perf_counter() < until:
+            pass
 
 
 def compared(first: list[str], second: list[str], budget: str) -> dict[str, object]:

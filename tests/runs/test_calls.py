@@ -94,6 +94,7 @@ def train(
     steps: int = 10,
     sizes: Callable[[int], tuple[int, ...]] = lambda step: (32, 5),
     scales: bool = False,
+    criterion: Callable[[Tensor, Tensor], Tensor] = nn.functional.cross_entropy,
 ) -> None:
     """Makes a script's steps, each of `micro` micro-batches. `model_loss`: the model returns its
     loss; `sizes`: shape of the tokens by step; `scales`: the loss is changed in place."""
@@ -109,7 +110,7 @@ def train(
             if model_loss:
                 loss = net(tokens, labels=labels)["loss"]
             else:
-                loss = nn.functional.cross_entropy(net(tokens), labels)
+                loss = criterion(net(tokens), labels)
             if scales:
                 loss *= 2
             (loss / micro).backward()
@@ -250,6 +251,28 @@ def test_wrong_or_failing_config_is_reported_and_the_script_continues(
     (found,) = guide.results
     assert (found.outcome, found.blames) == (outcome, "format" if outcome == "wrong" else "")
     assert message in found.reason
+
+
+def binary(outputs: Tensor, labels: Tensor) -> Tensor:
+    return nn.functional.binary_cross_entropy(outputs[:, 0], (labels > 1).float()) + 1
+
+
+@pytest.mark.parametrize(
+    ("outer", "criterion", "outcome"),
+    [
+        (torch.sigmoid, binary, "wrong"),
+        (nn.Identity(), lambda outputs, labels: binary(outputs.sigmoid(), labels), "ok"),
+        (lambda outputs: outputs.float().sigmoid(), binary, "ok"),
+    ],
+)
+def test_probabilities_in_half_precision_are_wrong_for_binary_cross_entropy(
+    outer: Any, criterion: Any, outcome: str
+) -> None:
+    guide = ComparingGuide(HALF)
+    train(Net(0.0, outer=outer), guide, criterion=criterion, steps=POINTS + 10)
+    (found,) = guide.results
+    assert found.outcome == outcome, found
+    assert outcome == "ok" or "bf16 rounds to 0 or 1" in found.reason
 
 
 def test_a_compiled_config_is_compared_without_recompiling(monkeypatch: pytest.MonkeyPatch) -> None:

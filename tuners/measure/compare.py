@@ -23,7 +23,7 @@ from advisor.tuners import decisions as limits
 from advisor.tuners.faults import failure
 from advisor.tuners.knobs import FORMATS, INPUT, KNOBS
 from advisor.tuners.measure.runner import UNVERIFIED, Compared
-from advisor.tuners.measure.samples import TINY, Draws, NoTime, Overflow, Reference, RepeatableStep
+from advisor.tuners.measure.samples import TINY, Draws, NoTime, Reference, RepeatableStep, Unsuited
 
 
 def plain_of(candidate: Config, fp32: Config) -> Config:
@@ -93,7 +93,7 @@ class References:
         self._reference.left_s = left_s
         try:
             return self._compare(candidate, plain_of(candidate, self._reference.fp32))
-        except Overflow as exc:
+        except Unsuited as exc:
             return Compared("wrong", str(exc) or "fp16 overflows", "format")
         except NoTime:
             return Compared(UNVERIFIED, "no time was left to compare it with fp32")

@@ -24,7 +24,11 @@ TINY = 1e-30  # instead of 0 in a denominator
 _MAX_ELEMENTS = 2**16 + 1  # elements of a tensor that are compared, evenly spaced
 
 
-class Overflow(Exception):
+class Unsuited(Exception):
+    """A number format cannot train this model."""
+
+
+class Overflow(Unsuited):
     """fp16 overflows at any loss scale."""
 
 
@@ -48,8 +52,8 @@ class RepeatableStep(Protocol):
 
     def sample(self, config: Config, point: int, seed: int) -> Sample:
         """Make a pass with a random seed, at the weights that `perturb` makes for a point. Add
-        POINTS to the point for weights nudged by NUDGE, 2 * POINTS for COARSE. Raises Overflow if
-        no loss scale is found, and any exception of the config."""
+        POINTS to the point for weights nudged by NUDGE, 2 * POINTS for COARSE. Raises Unsuited,
+        such as Overflow if no loss scale is found, and any exception of the config."""
 
     def optimizer_error(self, config: Config) -> tuple[float, str]:
         """`worst_update` of a config's optimizer; (0, '') if the config changes none."""

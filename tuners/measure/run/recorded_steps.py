@@ -42,7 +42,7 @@ from advisor.tuners.act.ranks import Group
 from advisor.tuners.decisions import POINTS
 from advisor.tuners.environment import allocated, synchronize, unused_bytes
 from advisor.tuners.faults import failure
-from advisor.tuners.knobs import OFFLOAD
+from advisor.tuners.knobs import AUTOCAST, FORMATS, OFFLOAD
 from advisor.tuners.measure.compare import References
 from advisor.tuners.measure.run.recorded_state import (
     RecordedUpdates,
@@ -52,7 +52,14 @@ from advisor.tuners.measure.run.recorded_state import (
 )
 from advisor.tuners.measure.run.script_checks import ScriptChecks
 from advisor.tuners.measure.runner import UNVERIFIED, Compared
-from advisor.tuners.measure.samples import NamedTensors, Sample, is_perturbed, perturb, sampled
+from advisor.tuners.measure.samples import (
+    NamedTensors,
+    Sample,
+    Unsuited,
+    is_perturbed,
+    perturb,
+    sampled,
+)
 from advisor.tuners.offloading import copy_to, host_buffer
 
 _Place = tuple[dict[str, Any], str]  # where a module holds a parameter or buffer, by its name
@@ -62,6 +69,9 @@ _MOST_CALLS = 8  # recorded in one step, to save memory
 _MOST_STEPS = 8 * POINTS  # observed until a gradient reaches a model's outputs
 _MOST_RECORDED = 2 * POINTS  # steps of which POINTS must call the models alike
 _SMALL = 2**16  # elements of an output that is cloned
+_MOST_NODES = 1000  # of a loss's graph that are looked at
+BCE = "BinaryCrossEntropyBackward0"  # which autocast forbids for that reason
+_TO_PROBABILITY = ("SigmoidBackward0", "SoftmaxBackward0")
 _COPIES = 3  # of the weights in memory: the recorded ones, the script's own, and gradients
 
 
@@ -77,7 +87,9 @@ class _RecordedCall:
     device: torch.device  # where gradients are kept
     back: list[Tensor | None] = field(default_factory=list)  # gradients of its outputs
     slope: Tensor | None = None  # the sum of these gradients times the outputs
-    losses: dict[Any, int] = field(default_factory=dict)  # scalar outputs, by their graph's node
+    nodes: dict[Any, int] = field(default_factory=dict)  # outputs, by their graph's node
+    scalars: set[int] = field(default_factory=set)
+    probabilities: set[int] = field(default_factory=set)  # that binary_cross_entropy takes
     alone: int | None = None  # the output that is the script's loss, if one is
     loss_bytes: int = 0  # that the script's loss keeps for backward, outside of the model
 
@@ -90,17 +102,34 @@ class _RecordedCall:
                 value = output.detach()  # which the script may change in place, as a loss
                 value = value.clone() if output.numel() <= _SMALL else value
                 output.register_hook(functools.partial(self._came, number, value))
-                if output.numel() == 1:
-                    self.losses[output.grad_fn] = number
+                self.nodes[output.grad_fn] = number
+                self.scalars |= {number} if output.numel() == 1 else set()
 
     def begins(self, loss: Any) -> None:
         """Before backward: if the script's loss is a scalar output, at most scaled, gradients of
         other outputs, such as logits, are parts of that output's own."""
-        self.alone, node = None, getattr(loss, "grad_fn", None)
-        while node is not None and self.alone is None:
-            self.alone = self.losses.get(node)
+        node = getattr(loss, "grad_fn", None)
+        found = self._before(node)
+        self.alone = found if found in self.scalars else None
+        taken = (self._before(n) for n in self._after(node) if n.name() == BCE)
+        self.probabilities |= {number for number in taken if number is not None}
+
+    def _before(self, node: Any) -> int | None:
+        """The output from which a node of the loss comes, at most scaled or reshaped."""
+        while node is not None and node not in self.nodes and node.name() not in _TO_PROBABILITY:
             before = [one for one, _ in node.next_functions if one is not None]
             node = before[0] if len(before) == 1 else None
+        return self.nodes.get(node)
+
+    def _after(self, node: Any) -> set[Any]:
+        """The nodes between the outputs and a loss."""
+        found, ahead = set[Any](), [node]
+        while ahead and len(found) < _MOST_NODES:
+            node = ahead.pop()
+            if node is not None and node not in found and node not in self.nodes:
+                found.add(node)
+                ahead += [one for one, _ in node.next_functions]
+        return found
 
     def _came(self, number: int, value: Tensor, gradient: Tensor | None) -> None:
         # None: of an output beside one that has a gradient.
@@ -186,7 +215,7 @@ class RecordedSteps:
     def stepped(self) -> tuple[str, str, str] | None:
         self._unhook()
         for one in self._calls:
-            one.losses.clear()  # they hold the step's graph
+            one.nodes.clear()  # they hold the step's graph
         calls = [one for one in self._calls if any(g is not None for g in one.back)]
         if calls and not self._raised and not self._refused:
             loss = float(torch.stack(self._losses).sum()) if self._losses else None
@@ -291,6 +320,8 @@ class RecordedSteps:
             of = f" of call {number}" if len(calls) > 1 else ""
             _require(self._tensors(self._parameters), kept.needs)
             found, given, pairs = self._called(kept)
+            for n in kept.probabilities:
+                self._require_exact(found[n], n)
             slope += torch.stack([(o.detach().float() * g.float()).sum() for o, g in pairs]).sum()
             for n, output in enumerate(found):
                 outputs[f"output {n}{of}"] = sampled(output)
@@ -311,6 +342,19 @@ class RecordedSteps:
             loss += float(slope - torch.stack(own).sum())
         known = None if is_perturbed(point) else loss
         return Sample(outputs=outputs, gradients=gradients, loss=known)
+
+    def _require_exact(self, output: Tensor, number: int) -> None:
+        """Raise Unsuited if a probability that binary_cross_entropy takes is in half precision."""
+        name, own = self._of_switch.config.get(FORMATS[0]), self._of_switch.own.get(FORMATS[0])
+        half = getattr(torch, AUTOCAST.get(name, ""), None)
+        if half is None or (name == own and not self._asked.checks):
+            return
+        if bool((output.to(half) == output).all()):
+            raise Unsuited(
+                f"binary_cross_entropy takes output {number}, a probability that {name} rounds to "
+                "0 or 1, where it has no gradient; have the model return logits, for "
+                "BCEWithLogitsLoss"
+            )
 
     def _called(self, kept: _RecordedCall) -> tuple[list[Tensor], list[Tensor], _Pairs]:
         """Make a call. Returns its outputs, its inputs, and pairs of an output and its gradient."""
