@@ -138,6 +138,9 @@ def worktree_of(ref: str, command: tuple[str, ...]) -> Iterator[tuple[tuple[Side
     below = git("--ref", "rev-parse", "--show-prefix")
     unknown = f"--ref {ref!r}: no such branch, tag or commit; see git branch -a"
     commit = git(unknown, "rev-parse", "--verify", "--end-of-options", f"{ref}^{{commit}}")
+    tracked = git("--ref", "-C", str(root), "ls-files", "-z").split("\0")
+    if inside := {*command} & {str(root / name) for name in tracked if name}:
+        raise UsageError(f"--ref {ref!r}: give {min(inside)} relative to this folder")
     changes = git("--ref", "status", "--porcelain", "--untracked-files=no").splitlines()
     others = git("--ref", "-C", str(root), "ls-files", "--others", "--directory", "-z")
     with ScratchFolder() as scratch:

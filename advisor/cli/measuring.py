@@ -185,7 +185,7 @@ def check(command: tuple[str, ...], cache: str | None, budget: str, **given: Any
         yield f"your unmodified script makes {rate(found.steps_per_s)} steps/s"
     for name, ratio in found.without.items():
         gain = speedup(1 / ratio.mean, 1 / ratio.high, 1 / max(ratio.low, 1e-9))
-        yield f"its own {name}, over your script without it: {gain}"
+        yield f"speed with its own {name}, over that without: {gain}"
     yield from (f"its own {name} is not timed: {why}" for name, why in found.failed.items())
     if found.untimed:
         yield f"not timed: {found.untimed}"

@@ -17,7 +17,7 @@ import os
 import re
 import warnings
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,7 @@ _ENDS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.For, ast.While
 _OF_MODULES = ("train", "eval", "parameters", "named_parameters")  # methods of an nn.Module
 _MOVES = ("to", "cuda")
 _OFF = re.compile("no_grad|inference_mode")  # turns gradients off
+Calls = Sequence[ast.Call]
 _LOADERS = ("torch.utils.data.DataLoader", "torch.utils.data.dataloader.DataLoader")
 
 
@@ -95,7 +96,7 @@ class ScriptPatch:
         own, kind = framework is tables.script, setup.environment.device.kind
         settings = {n: v for n, v in setup.settings.items() if n not in framework.devices[kind]}
         calls = places.model_calls()
-        models = {one for call in calls for one in places.variables(call.func)} or places.modules()
+        models = {one for call in calls for one in places.variables(call.func)}
         models = models if models == places.trained() else set()  # a teacher has no optimizer
         through = own and bool(settings or setup.model)
         placed = through and len(calls) == len(models) == 1 and self._call_through(calls[0])
@@ -107,25 +108,28 @@ class ScriptPatch:
             self.left.append("\n".join(["flags: add at the top of the script", *top]))
         if through and not placed:
             code = "\n".join(self._block(setup, [], called=True))
-            why = f"forward: no single call of a model stands next to backward ({len(calls)} found)"
+            why = f"forward: which call trains the model is not certain{_lines(calls)}"
             self.left.append(f"{why}; train through advised_call(model, inputs), with\n{code}")
         elif not own and "HfArgumentParser" in places.full_name(makers[0].func):
             self.arguments = [f"--{name}={value}" for name, value in settings.items()]
         elif settings and not own:
-            self._add_keywords(framework.title, makers, settings)
+            self._give(framework.title, makers, settings)
         created = [(one.name, at) for one in models for at in places.created(one)] if own else []
         for line in setup.model:
             written = [re.sub(r"\bmodel\b", name, line) for name, _at in created]
             if len(created) != 1 or not self._add_lines(created[0][1], written):
-                why = f"model: no single place makes it ({len(created)} found)"
+                why = f"model: where it is made is not certain{_lines(at for _, at in created)}"
                 self.left.append(f"{why}; once it is made, add: {line}")
         self.left += [f"flags: add just before training starts: {line}" for line in setup.after]
         if setup.optimizer:
             name = f"torch.optim.{task.optimizer}"
-            ours = [one for one in places.calls if places.full_name(one.func).lower() == name]
-            self._add_keywords(f"optimizer {task.optimizer}", ours, setup.optimizer)
+            alike = [one for one in places.calls if places.full_name(one.func).lower() == name]
+            ours = places.sources(places.stepped(), alike)
+            self._give(f"optimizer {task.optimizer}", ours, setup.optimizer, alike)
         if setup.loader:
-            self._add_keywords("training DataLoader", places.loaders(), setup.loader)
+            made = places.named(*_LOADERS)
+            ours = places.sources(places.looped(), made)
+            self._give("training DataLoader", ours, setup.loader, made)
         for name, value in setup.unsupported.items():
             self.left.append(f"{name}: no known edit sets {name}={value} in {framework.title}")
 
@@ -147,12 +151,13 @@ class ScriptPatch:
             self.left.append(f"flags: the script has {there[0].strip()}; there, write {line}")
         return there is None
 
-    def _add_keywords(self, what: str, calls: list[ast.Call], given: Mapping[str, Any]) -> None:
-        """Add keyword arguments to the only call, after its last argument."""
+    def _give(self, what: str, calls: Calls, given: Mapping[str, Any], others: Calls = ()) -> None:
+        """Add keyword arguments to the only call, after its last argument; else tell the user the
+        lines of `calls`, or of `others`."""
         found: list[ast.expr | ast.keyword] = [*calls[0].args, *calls[0].keywords] if calls else []
         there = {one.arg or "**" for one in found if isinstance(one, ast.keyword)}
         barred = there & {*given, "**", "foreach", "differentiable"}  # the last two exclude fused
-        why = f"no single place makes it ({len(calls)} found)"
+        why = f"where it is made is not certain{_lines(calls or others)}"
         if len(calls) == 1 and barred:
             why = f"line {calls[0].lineno} has {', '.join(sorted(barred))}"
         elif len(calls) == 1 and found and not isinstance(found[0], ast.GeneratorExp):
@@ -210,6 +215,12 @@ class ScriptPatch:
         return "".join(one if one.endswith("\n") else one + ends for one in lines)
 
 
+def _lines(nodes: Iterable[Any]) -> str:
+    """' (perhaps line 3 or 7)'."""
+    found = sorted(one.lineno for one in nodes)
+    return f" (perhaps line {' or '.join(map(str, found))})" if found else ""
+
+
 class Places(ScriptNames):
     """The places of a script. Raises UsageError if `text` is not Python; `file`: its name."""
 
@@ -223,7 +234,8 @@ class Places(ScriptNames):
         self.calls = [node for node in self.nodes if isinstance(node, ast.Call)]
         self._imports: dict[str, str] = {}
         self._origins: dict[Variable | None, set[Variable]] = {}
-        self._values: defaultdict[Variable, list[ast.expr]] = defaultdict(list)
+        self._values = defaultdict[Variable, list[ast.expr]](list)
+        self._parts = defaultdict[Variable, list[tuple[ast.expr, int]]](list)  # whole, index
         for node in self.nodes:
             if isinstance(node, ast.Import):
                 self._imports |= {one.asname: one.name for one in node.names if one.asname}
@@ -232,11 +244,20 @@ class Places(ScriptNames):
                     self._imports[one.asname or one.name] = f"{node.module}.{one.name}"
             elif isinstance(node, ast.Assign | ast.AnnAssign):
                 for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
-                    for part in target.elts if isinstance(target, ast.Tuple) else [target]:
-                        # Of `a, b = prepare(a, b)`, each name comes from itself.
-                        value = node.value if part is target else part
-                        if (variable := self.variable(part)) and value is not None:
-                            self._values[variable].append(value)
+                    self._assign(target, node.value)
+
+    def _assign(self, target: ast.expr, value: ast.expr | None) -> None:
+        if isinstance(target, ast.Tuple):
+            given = value.elts if isinstance(value, ast.Tuple) else []
+            for at, part in enumerate(target.elts):
+                if len(given) == len(target.elts):
+                    self._assign(part, given[at])
+                elif (variable := self.variable(part)) and value is not None:
+                    # Of `a, b = prepare(a, b)`, each name comes from itself.
+                    self._values[variable].append(part)
+                    self._parts[variable].append((value, at))
+        elif (variable := self.variable(target)) and value is not None:
+            self._values[variable].append(value)
 
     def full_name(self, node: ast.AST) -> str:
         """'torch.optim.AdamW' for `optim.AdamW`, by the script's imports; '' if it is no name."""
@@ -273,6 +294,9 @@ class Places(ScriptNames):
             found |= set() if given else {variable}
         return self._origins.setdefault(start, found)
 
+    def _last_name(self, by: ast.AST) -> str:
+        return by.attr if isinstance(by, ast.Attribute) else self.full_name(by)
+
     def _arguments(self, function: ast.FunctionDef, name: str) -> list[ast.expr]:
         """What the calls in this file pass as a function's parameter."""
         holder, names, found = self.parents[function], parameters(function), list[ast.expr]()
@@ -280,7 +304,7 @@ class Places(ScriptNames):
         called = getattr(holder, "name", "") if init else function.name
         index = names.index(name) - isinstance(holder, ast.ClassDef) if name in names else -1
         for call in self.calls:
-            if self.full_name(call.func).rpartition(".")[2] == called:
+            if self._last_name(call.func) == called:
                 found += [one.value for one in call.keywords if one.arg == name]
                 found += call.args[index : index + 1] if index >= 0 else []
         return found
@@ -315,21 +339,51 @@ class Places(ScriptNames):
         items = ((c, [i for w in a if isinstance(w, ast.With) for i in w.items]) for c, a in trains)
         return [c for c, held in items if not any(_OFF.search(ast.unparse(one)) for one in held)]
 
-    def loaders(self) -> list[ast.Call]:
-        """The DataLoaders from which the loops that call `backward` may take their batches."""
-        made, seen = self.named(*_LOADERS), set[Variable]()
-        loops = self._loops()
+    def stepped(self) -> list[ast.expr]:
+        """The optimizers that the script steps, by themselves or by a GradScaler."""
+        return [one for call, by in self.methods("step") for one in (by, *call.args[:1])]
+
+    def looped(self) -> list[ast.expr]:
+        """What the loops that call `backward` go over, or else call a function that does."""
+        loops, seen = self._loops(), set[str]()
         if len({id(one[0]) for one in loops}) > 1:
             return []  # perhaps one of another model
-        waiting = [one.iter for around in loops for one in around if isinstance(one, ast.For)]
-        found: list[ast.Call] = []
+        around = {*itertools.chain(*loops)}
+        while not (found := [one.iter for one in around if isinstance(one, ast.For)]):
+            names = {one.name for one in around if isinstance(one, ast.FunctionDef)} - seen
+            if not names:
+                break
+            seen |= names
+            calls = (call for call in self.calls if self._last_name(call.func) in names)
+            around = {*itertools.chain(*map(self.above, calls))}
+        return found
+
+    def sources(self, values: list[ast.expr], made: Calls) -> list[ast.Call]:
+        """Those of `made` from which values may come, without those of a comprehension."""
+        made = [c for c in made if not any(hasattr(up, "generators") for up in self.above(c))]
+        found, seen, waiting = list[ast.Call](), set[Variable](), [*values]
         while waiting:
             for node in ast.walk(waiting.pop()):
                 found += [one for one in made if one is node and one not in found]
+                waiting += self._returned(node)
                 for variable in self.variables(node) - seen:
                     seen.add(variable)
                     waiting += self._values[variable]
-        return found or (made if len(made) == 1 else [])
+                    for whole, at in self._parts[variable]:
+                        waiting += self._returned(whole, at)
+                    if isinstance(variable.scope, ast.FunctionDef):
+                        waiting += self._arguments(variable.scope, variable.name)
+        return found
+
+    def _returned(self, call: ast.AST, at: int | None = None) -> list[ast.expr]:
+        """What a function of this file returns; `at`: of several values the one at this index."""
+        name = self._last_name(call.func) if isinstance(call, ast.Call) else ""
+        around = {n: self.above(n) for n in self.nodes if name and isinstance(n, ast.Return)}
+        within = {n: next(s for s in up if isinstance(s, ScopeNode)) for n, up in around.items()}
+        found = [n.value for n, scope in within.items() if getattr(scope, "name", "") == name]
+        if at is None:
+            return [one for one in found if one is not None and not isinstance(one, ast.Tuple)]
+        return [one.elts[at] for one in found if isinstance(one, ast.Tuple) and len(one.elts) > at]
 
     def created(self, model: Variable) -> list[ast.AST]:
         """The statements that move a model to its device; else those that create it."""

@@ -86,7 +86,8 @@ def test_other_commands_print_what_the_schema_says(here: Path, searched: list[ta
     commands = (
         "emit hf ID, report ID --html x, report ID --html -, gc, export a.pack, import a.pack"
     )
-    commands += ", env --device cpu, completion bash, show --cache pack:a.pack, forget --all"
+    commands += ", import a.pack --cache dir:new, env --device cpu, completion bash"
+    commands += ", show --cache pack:a.pack, forget --all"
     for words in (lookup, *commands.replace("ID", id).split(", ")):
         done = advisor(here, *words.split(), "--json")
         assert done.returncode == 0 and len(done.stdout.splitlines()) == 1, words

@@ -334,10 +334,16 @@ def test_a_change_is_compared_with_a_branch(repository: Path, tmp_path: Path) ->
 
 
 def test_code_of_the_other_tree_is_refused(repository: Path) -> None:
+    (repository / "start.py").write_text(
+        f"import sys\nsys.path.insert(0, {str(repository)!r})\nexec(open('train.py').read())\n"
+    )
+    done = advisor(repository, "compare", "--ref", "main", "--", "python", "start.py")
+    assert (done.returncode, worktrees()) == (1, 1)
+    assert f"\nadvisor: A: net is {repository}/net.py, and not the" in done.stderr
     command = ("python", str(repository / "train.py"))
     done = advisor(repository, "compare", "--ref", "main", "--", *command)
-    assert (done.returncode, worktrees()) == (1, 1)
-    assert f"\nadvisor: A: __main__ is {repository}/train.py, and not the" in done.stderr
+    assert (done.returncode, worktrees()) == (2, 1)
+    assert done.stderr.endswith(f"'main': give {command[1]} relative to this folder\n")
 
 
 @pytest.mark.e2e
