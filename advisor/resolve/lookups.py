@@ -47,8 +47,9 @@ from advisor.resolve.target_resolver import CODE, TargetResolver
 from advisor.store import Store
 from advisor.tuners import knobs
 from advisor.tuners.act.advice_usage import EXACT, STALE, Served
-from advisor.tuners.act.ranks import Group, named
+from advisor.tuners.act.ranks import APART, Group, named
 from advisor.tuners.environment import detect, tools
+from advisor.tuners.faults import Stopped
 from advisor.tuners.target import EDITED
 
 if TYPE_CHECKING:
@@ -358,14 +359,15 @@ def broadcast_from_rank0(decide: Callable[[], Served]) -> Served:
 
 def known_to_any_rank(fault: str) -> str:
     """This rank's `fault`, else 'on another rank' if another rank has one, else ''. So all ranks of
-    a process group decide alike."""
+    a process group decide alike. Raises Stopped if one does not come to this point."""
     group = Group.current()
     if group is None:
         return fault
     key = f"advisor/faults/{next(_calls)}"
     with contextlib.suppress(RuntimeError):  # DistNetworkError: the store is gone
         group.store.add(f"{key}/known", int(bool(fault)))
-        group.meet(key)
+        if not group.meet(key):
+            raise Stopped("unclear", APART)
         return fault or "on another rank" * bool(group.store.add(f"{key}/known", 0))
     return fault
 

@@ -56,7 +56,7 @@ def train(epochs):
     return sum(by_workers)
 
 if __name__ == "__main__":
-    print(train(2))
+    print(train(2) + ("twice" in sys.argv and train(1)))
 """
 UNUSED = "1 loader worker: advised, and not in force; the loader: "
 OPEN = "train.py is open, and workers would share its file position"
@@ -96,6 +96,14 @@ def test_advised_workers_load_the_samples() -> None:
     by_workers, log = run_script()
     assert by_workers >= 100, log
     assert "in force: 1 loader worker; 1.50x" in log
+    assert "Warning" not in log
+
+
+@pytest.mark.usefixtures("tuned")
+def test_a_second_training_of_the_same_epoch_gets_workers_too() -> None:
+    by_workers, log = run_script("twice")
+    assert by_workers >= 110, log
+    assert log.count("in force: 1 loader worker; 1.50x") == 2
     assert "Warning" not in log
 
 

@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -28,7 +29,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from advisor.cache.config import Value
 from advisor.tuners.act.pilot.pilot import Pilot
 from advisor.tuners.act.pilot.protocol import BlockRequest
-from advisor.tuners.act.pilot.wrappers import local
+from advisor.tuners.act.pilot.wrappers import Wrappers, local
+from advisor.tuners.faults import Stopped
 from advisor.tuners.measure.run.recorded_steps import RecordedSteps
 from advisor.tuners.measure.run.run import comparison
 from advisor.tuners.search.space import Space
@@ -359,6 +361,13 @@ def test_a_line_says_what_a_script_keeps(
     for found in run_job(tmp_path, values=[], **job):
         assert line in "\n".join(found["lines"])
         assert found["offered"] == offered
+
+
+def test_ranks_that_may_take_different_numbers_of_steps_are_not_tuned() -> None:
+    parallel = mock.Mock(nn.parallel.DistributedDataParallel)
+    parallel._join_config = mock.Mock(enable=True)  # as in torch's Join
+    with pytest.raises(Stopped, match="different numbers of steps"):
+        Wrappers([mock.Mock(modules=lambda: [parallel])])
 
 
 @pytest.mark.parametrize(

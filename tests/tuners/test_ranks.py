@@ -16,6 +16,7 @@ import pytest
 import advisor
 from advisor.cache.config import Config
 from advisor.tuners.act import ranks
+from advisor.tuners.faults import Stopped
 from tests.cache.servers import free_port
 from tests.forks import call
 
@@ -31,8 +32,12 @@ def run_rank(case: str, env: Mapping[str, str], folder: Path) -> None:
     sys.stdout = Path(f"output-{rank}").open("w")  # noqa: SIM115
     warnings.simplefilter("ignore")
     dist.init_process_group("gloo")
-    if case == "late":
+    if case in ("late", "apart"):
         ranks.AWAITED_S = 0.1
+    if case == "apart":
+        meet_apart(Path("left"), waits=rank > 0)
+        dist.barrier()
+        return
     if case == "differ, and rank 0 ends" and rank > 0:
         slow_down_reads()
     try:
@@ -51,6 +56,18 @@ def run_rank(case: str, env: Mapping[str, str], folder: Path) -> None:
     if case in ("late", "differ, and rank 0 ends"):
         os._exit(0)
     dist.barrier()  # the store ends with the process of rank 0
+
+
+def meet_apart(left: Path, *, waits: bool) -> None:
+    """Rank 0 gives up before the others come."""
+    while waits and not left.exists():
+        time.sleep(0.01)
+    try:
+        print(ranks.common(["compile"]))
+    except Stopped as exc:
+        print("stopped", exc.why, exc)
+    sys.stdout.close()
+    left.touch()
 
 
 def slow_down_reads() -> None:
@@ -106,6 +123,11 @@ def test_rank_that_arrives_after_rank_0_has_ended_raises(tmp_path: Path) -> None
     assert rank_0.startswith("advice miss 4 ")
     assert rank_1.startswith("error RanksDiffer rank 1 of 2 cannot compare its advice with the")
     assert "\n" not in rank_1
+
+
+def test_ranks_that_meet_at_different_steps_all_stop(tmp_path: Path) -> None:
+    outputs = run_job(tmp_path, "apart", size=3)
+    assert len({*outputs}) == 1 and outputs[0].startswith("stopped unclear the ranks are at")
 
 
 def test_advice_is_not_compared_outside_a_process_group() -> None:

@@ -15,6 +15,10 @@ from advisor.errors import RanksDiffer
 from advisor.tuners.decisions import AWAITED_S
 from advisor.tuners.faults import Stopped
 
+APART = (
+    "the ranks are at different steps, as if not all of them had the same optimizers; only jobs "
+    "whose ranks train alike are tuned"
+)
 _comparisons = itertools.count()
 
 
@@ -46,11 +50,17 @@ class Group(NamedTuple):
         return found
 
     def meet(self, key: str, *, waits: bool = True) -> bool:
-        """Whether all ranks have come to this point; `waits`: wait for AWAITED_S at most."""
-        if self.store.add(f"{key}/count", 1) == self.size:
+        """Whether all ranks have come to this point; `waits`: wait for AWAITED_S at most. All who
+        wait get the same answer: a rank that gives up counts as `size` ranks."""
+        count = self.store.add(f"{key}/count", 1)
+        if count == self.size:
             self.store.set(key, b"1")
             return True
-        return waits and self.get(key, AWAITED_S) is not None
+        if not waits or count > self.size:
+            return False
+        if self.get(key, AWAITED_S) is not None:
+            return True
+        return bool(self.store.add(f"{key}/count", self.size) % self.size == 0)
 
 
 def named() -> str:
@@ -67,12 +77,10 @@ def common(names: Iterable[str]) -> set[str]:
         return found
     key = f"advisor/common/{next(_comparisons)}"
     group.store.set(f"{key}/{group.rank}", " ".join(["-", *found]))  # a value may not be empty
+    if not group.meet(key):
+        raise Stopped("unclear", APART)
     for rank in range(group.size):
-        if (theirs := group.get(f"{key}/{rank}", AWAITED_S)) is None:
-            raise Stopped(
-                "unclear", f"rank {rank} of {group.size} is at another step than the rest"
-            )
-        found &= {*theirs.decode().split()}
+        found &= {*group.store.get(f"{key}/{rank}").decode().split()}
     return found
 
 

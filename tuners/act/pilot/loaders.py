@@ -114,6 +114,10 @@ class Loaders:
             Patch(_IterableDatasetFetcher, "fetch", self._fetched),
         ]
 
+    def know(self, before: Loaders) -> None:
+        """Take over the iterators that began under another object."""
+        self._epochs.update(before._epochs)
+
     def restart_observation(self) -> None:
         """Forget the loaders seen before the first step, such as one for a check of evaluation."""
         self._feeding.clear()

@@ -121,7 +121,10 @@ class Pilot:
         self._fresh = self._cut = self._flags_released = False
         self._verdict: Verdict = OK
         self._losses = LossObserver()
+        before: Loaders | None = vars(self).get("_loaders")
         self._loaders = Loaders(self._gave_up, override=settings.is_on("ADVISOR_OVERRIDE_LOADER"))
+        if before is not None:
+            self._loaders.know(before)
         self._calls = hooks.CallHooks(
             self._guarded(self._called),
             self._guarded(self._observer.on_autocast),
@@ -300,11 +303,11 @@ class Pilot:
             return self._leave()
         try:
             seen = ScriptFacts.of(self._observer, self._loaders.seen(), bool(self._saves))
+            self._seen = seen
+            self._device, self._trained = torch.device(seen.device), trained
+            request = self._guide.begin(seen)
         except Stopped as exc:
             return self._stop(exc)
-        self._seen = seen
-        self._device, self._trained = torch.device(seen.device), trained
-        request = self._guide.begin(seen)
         if not request.own or self._threaded.is_set():
             return self._leave()
         optimizers, feed = self._observer.optimizers, self._loaders.set

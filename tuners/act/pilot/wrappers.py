@@ -22,9 +22,13 @@ from torch.nn.parallel import DistributedDataParallel
 from advisor.cache.config import Config, Value
 from advisor.tuners import knobs
 from advisor.tuners.act import layouts, ranks
+from advisor.tuners.faults import Stopped
 
 _FORMAT = knobs.FORMATS[0]
 _FIXED = "bf16_reduce: DistributedDataParallel has a hook, static graph or mixed precision"
+_JOINED = (
+    "ranks under torch's Join take different numbers of steps, and cannot change settings at one"
+)
 _SHARDED = "its weights are sharded: only flags and the loader are tuned"
 _GATHERED = ("all_gather_outputs", "_unsharded_param")
 _failures = itertools.count()
@@ -185,6 +189,8 @@ class Wrappers:
     def __init__(self, outers: Iterable[nn.Module]) -> None:
         modules = list(dict.fromkeys(itertools.chain(*(one.modules() for one in outers))))
         parallel = [one for one in modules if isinstance(one, DistributedDataParallel)]
+        if any(one._join_config.enable for one in parallel):
+            raise Stopped("unclear", _JOINED)
         self._replicas = {one: one._comm_hooks for one in parallel}
         fixed = not all(map(layouts.can_rebuild, parallel))
         weights = [w for one in parallel for w in one.module.parameters() if w.requires_grad]
