@@ -53,7 +53,7 @@ class Limited(MadeUp):
         needs = {0: 20.0, 1: 8.0, 2: 13.0, 4: 16.0}[every]
         if config["precision"] == "bf16":
             needs *= 0.75
-        if config.get("compile") in ("default", "reduce-overhead"):
+        if config.get("compile") == "default":
             needs *= 0.6
         return min(needs, 4.0) if config.get("offload") else needs
 
