@@ -56,8 +56,8 @@ def compare_commands(
 
     One waits between two of its steps while the other trains; the pilots change nothing else. What
     is contained is as while tuning. `cache`: the store whose folder has the logs. Raises UsageError
-    if a command is wrong, or both train different things; TargetFailed if one fails; WorkerError
-    if nothing could be measured; Busy; StoreError.
+    if a command is wrong, both train different things, or the budget is too short for one turn;
+    TargetFailed if one fails; WorkerError if nothing could be measured; Busy; StoreError.
     """
     for side in sides:
         measurable(side.command)
@@ -85,7 +85,7 @@ def compare_commands(
             progress.notice(f"{why}; both start once more")
     if not turns.blocks[0]:
         why = "not one turn of both fitted into the budget; give a larger --budget"
-        raise WorkerError(ended or why)
+        raise WorkerError(ended) if ended else UsageError(why)
     why = ended or turns.doubt if turns.verdict == COULD_NOT_TELL else ""
     return CommandsCompared(sides, turns, why, budget_s - left_s)
 
