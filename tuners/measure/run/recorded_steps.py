@@ -70,8 +70,9 @@ _MOST_STEPS = 8 * POINTS  # observed until a gradient reaches a model's outputs
 _MOST_RECORDED = 2 * POINTS  # steps of which POINTS must call the models alike
 _SMALL = 2**16  # elements of an output that is cloned
 _MOST_NODES = 1000  # of a loss's graph that are looked at
-BCE = "BinaryCrossEntropyBackward0"  # which autocast forbids for that reason
-_TO_PROBABILITY = ("SigmoidBackward0", "SoftmaxBackward0")
+# Logarithms of 1 - p, and what is then between them and p. Autocast itself forbids the first.
+_LOGS = {"BinaryCrossEntropyBackward0": "", "LogBackward0": "Rsub", "Log1PBackward0": "Neg"}
+_CURVED = ("SigmoidBackward0", "SoftmaxBackward0", "ExpBackward0")
 _COPIES = 3  # of the weights in memory: the recorded ones, the script's own, and gradients
 
 
@@ -89,7 +90,7 @@ class _RecordedCall:
     slope: Tensor | None = None  # the sum of these gradients times the outputs
     nodes: dict[Any, int] = field(default_factory=dict)  # outputs, by their graph's node
     scalars: set[int] = field(default_factory=set)
-    probabilities: set[int] = field(default_factory=set)  # that binary_cross_entropy takes
+    probabilities: set[int] = field(default_factory=set)  # p, if the loss takes log(1 - p)
     alone: int | None = None  # the output that is the script's loss, if one is
     loss_bytes: int = 0  # that the script's loss keeps for backward, outside of the model
 
@@ -111,15 +112,19 @@ class _RecordedCall:
         node = getattr(loss, "grad_fn", None)
         found = self._before(node)
         self.alone = found if found in self.scalars else None
-        taken = (self._before(n) for n in self._after(node) if n.name() == BCE)
+        logs = ((n, _LOGS[n.name()]) for n in self._after(node) if n.name() in _LOGS)
+        taken = {self._before(*log) for log in logs}
         self.probabilities |= {number for number in taken if number is not None}
 
-    def _before(self, node: Any) -> int | None:
-        """The output from which a node of the loss comes, at most scaled or reshaped."""
-        while node is not None and node not in self.nodes and node.name() not in _TO_PROBABILITY:
+    def _before(self, node: Any, needs: str = "") -> int | None:
+        """The output from which a node of the loss comes, at most scaled, shifted or reshaped;
+        `needs`: what a node between must be named like."""
+        met = not needs
+        while node is not None and node not in self.nodes and node.name() not in _CURVED:
+            met = met or node.name().startswith(needs)
             before = [one for one, _ in node.next_functions if one is not None]
             node = before[0] if len(before) == 1 else None
-        return self.nodes.get(node)
+        return self.nodes.get(node) if met else None
 
     def _after(self, node: Any) -> set[Any]:
         """The nodes between the outputs and a loss."""
@@ -344,15 +349,16 @@ class RecordedSteps:
         return Sample(outputs=outputs, gradients=gradients, loss=known)
 
     def _require_exact(self, output: Tensor, number: int) -> None:
-        """Raise Unsuited if a probability that binary_cross_entropy takes is in half precision."""
+        """Raise Unsuited if a probability p, of which the loss takes log(1 - p), is in half
+        precision."""
         name, own = self._of_switch.config.get(FORMATS[0]), self._of_switch.own.get(FORMATS[0])
         half = getattr(torch, AUTOCAST.get(name, ""), None)
         if half is None or (name == own and not self._asked.checks):
             return
-        if bool((output.to(half) == output).all()):
+        if bool(((output.to(half) == output) & (output >= 0) & (output <= 1)).all()):
             raise Unsuited(
-                f"binary_cross_entropy takes output {number}, a probability that {name} rounds to "
-                "0 or 1, where it has no gradient; have the model return logits, for "
+                f"the loss takes log(1 - p) of output {number}, a probability p that {name} rounds "
+                "to 1, where no gradient is left; have the model return logits, for "
                 "BCEWithLogitsLoss"
             )
 
