@@ -133,7 +133,7 @@ class LimitObserver:
                         break
             self._sample_s = (time.perf_counter() - began) / loaded if loaded else 0.0
         sampled, busy = [*self._sampled.items()], self._busy_s
-        if self._unwatched_s:  # a process that was profiled launches kernels more slowly
+        if self._unwatched_s:  # watched steps are slower, perhaps because a profiler was there
             busy *= max(1.0, (step_s - loading) / self._unwatched_s)
         _, at, share = self._phase("found loading" if self._sample_s else "loading")
         left = step_s - loading * share  # workers load while the step computes
