@@ -288,17 +288,15 @@ GRAPHED_MODES = ("cudagraphs", "reduce-overhead", "max-autotune")
 def _compile_modes(here: SearchContext) -> tuple[Value, ...]:
     if not here.compiles or here.deterministic:
         return ()
-    saves = OFFLOAD in here.own  # a CUDA graph holds its memory while the baseline trains
-    if here.quick:
-        has_graphs = here.device == "cuda" and not (here.sharded or saves)
-        return ("none", "cudagraphs") if has_graphs else ()
     possible: tuple[str, ...] = ()
-    if here.device == "cuda":  # Triton comes with CUDA; the CPU needs a C++ compiler
+    if here.quick:
+        possible = ("cudagraphs",) if here.device == "cuda" else ()
+    elif here.device == "cuda":  # Triton comes with CUDA; the CPU needs a C++ compiler
         possible = COMPILE_MODES_FULL if here.full else COMPILE_MODES
     elif shutil.which(os.environ.get("CXX", "g++")):
         possible = (BLOCKS, "default")
     modes = [mode for mode in possible if here.repeats or mode != BLOCKS]
-    if saves:
+    if OFFLOAD in here.own:  # a CUDA graph holds its memory while the baseline trains
         modes = [mode for mode in modes if mode not in GRAPHED_MODES]
     if here.sharded:  # each block gathers its weights by hooks, which cannot be compiled
         modes = [mode for mode in modes if mode == BLOCKS]

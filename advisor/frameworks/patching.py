@@ -236,6 +236,7 @@ class Places(ScriptNames):
         self._origins: dict[Variable | None, set[Variable]] = {}
         self._values = defaultdict[Variable, list[ast.expr]](list)
         self._parts = defaultdict[Variable, list[tuple[ast.expr, int]]](list)  # whole, index
+        self._returns = defaultdict[str, list[ast.expr]](list)  # by the function's name
         for node in self.nodes:
             if isinstance(node, ast.Import):
                 self._imports |= {one.asname: one.name for one in node.names if one.asname}
@@ -245,6 +246,9 @@ class Places(ScriptNames):
             elif isinstance(node, ast.Assign | ast.AnnAssign):
                 for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
                     self._assign(target, node.value)
+            elif isinstance(node, ast.Return) and node.value is not None:
+                scope = next(one for one in self.above(node) if isinstance(one, ScopeNode))
+                self._returns[getattr(scope, "name", "")].append(node.value)
 
     def _assign(self, target: ast.expr, value: ast.expr | None) -> None:
         if isinstance(target, ast.Tuple):
@@ -378,11 +382,9 @@ class Places(ScriptNames):
     def _returned(self, call: ast.AST, at: int | None = None) -> list[ast.expr]:
         """What a function of this file returns; `at`: of several values the one at this index."""
         name = self._last_name(call.func) if isinstance(call, ast.Call) else ""
-        around = {n: self.above(n) for n in self.nodes if name and isinstance(n, ast.Return)}
-        within = {n: next(s for s in up if isinstance(s, ScopeNode)) for n, up in around.items()}
-        found = [n.value for n, scope in within.items() if getattr(scope, "name", "") == name]
+        found = self._returns[name] if name else []
         if at is None:
-            return [one for one in found if one is not None and not isinstance(one, ast.Tuple)]
+            return [one for one in found if not isinstance(one, ast.Tuple)]
         return [one.elts[at] for one in found if isinstance(one, ast.Tuple) and len(one.elts) > at]
 
     def created(self, model: Variable) -> list[ast.AST]:

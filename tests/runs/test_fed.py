@@ -100,7 +100,7 @@ def test_advised_workers_load_the_samples() -> None:
 
 
 @pytest.mark.usefixtures("tuned")
-def test_a_second_training_of_the_same_epoch_gets_workers_too() -> None:
+def test_a_second_training_of_a_single_epoch_gets_workers_too() -> None:
     by_workers, log = run_script("twice")
     assert by_workers >= 110, log
     assert log.count("in force: 1 loader worker; 1.50x") == 2

@@ -231,14 +231,20 @@ def last_steps(found: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def assert_trains_alike(
-    folder: Path, found: dict[str, Any], size: int, job: dict[str, Any], until: int
+    folder: Path,
+    found: dict[str, Any],
+    size: int,
+    job: dict[str, Any],
+    *,
+    until: int,
+    rtol: float = 1e-5,
 ) -> None:
     """A run's losses before a visit are those of the unmodified run, and all of its checkpoint but
     the numbers."""
     steps = found["visited"][until][1]
     plain = run_job(folder / "plain", size, **job | {"steps": steps})[0]
     losses = [[step["loss"] for step in one["steps"][:steps]] for one in (found, plain)]
-    torch.testing.assert_close(*map(torch.tensor, losses), rtol=1e-4, atol=0)
+    torch.testing.assert_close(*map(torch.tensor, losses), rtol=rtol, atol=0)
     weights = (torch.load(folder / name / "weights.pt") for name in ("tuned", "plain"))
     ours, theirs = ({n: (w.dtype, w.shape) for n, w in one.items()} for one in weights)
     assert ours == theirs
@@ -265,7 +271,8 @@ def test_gradients_of_ddp_are_sent_in_bf16_and_that_is_undone(tmp_path: Path, si
     assert sent[::2] == [SENT] * 3
     assert sent[1::2] == [[SENT[0], *["allreduce_ bfloat16 263168"] * 2]] * 2
 
-    assert_trains_alike(tmp_path, found, size, job, until=len(values) - 1)
+    # Half of the steps sent gradients in bf16.
+    assert_trains_alike(tmp_path, found, size, job, until=len(values) - 1, rtol=1e-4)
 
 
 @pytest.mark.parametrize("size", [2, 4])
