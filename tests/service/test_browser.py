@@ -29,6 +29,8 @@ SMALL, LARGE = 390, 1280
 MARK_PAGE = "window.stayed = true"
 """Sets a variable that a page reload would clear."""
 WAITS_MS = 20_000
+SLOW_MS = 500
+"""More than the delay after which a filter is sent, and enough for its answer."""
 FOCUSABLE = "a[href], button, input:not([type=hidden]), select, summary, [tabindex='0']"
 FOLDED = "details:not([open]) > :not(summary)"
 UNREACHED = f"{FOLDED}, {FOLDED} *, [type=radio]:not(:checked)"
@@ -288,12 +290,26 @@ def test_filtering_and_sorting_need_no_reload(sqlite_server: LiveServer, new_use
     user.page.wait_for_function("document.querySelectorAll('#list tbody tr').length == 1")
     assert "NVIDIA B200" in rows.inner_text()
     user.page.get_by_label("Device").select_option("")
-    user.page.get_by_label("Model").press_sequentially("nothing")
+    user.page.get_by_label("Model").fill("nothing")
     user.page.get_by_text("No record fits this filter").wait_for()
     assert user.page.evaluate("stayed")
-    user.page.get_by_role("link", name="Show all records").click()
+    user.page.get_by_role("link", name="Show all records").click(delay=SLOW_MS)
     user.page.get_by_role("link", name="Speed-up").click()
     user.wait_for("th[aria-sort=descending]:has-text('Speed-up')")
     id = rows.first.locator("code").inner_text()
     rows.first.locator("td").nth(1).click(force=True)  # the link covers the whole row
     user.page.wait_for_url(f"**/records/{id}")
+
+
+def test_the_list_shows_what_was_typed_last(sqlite_server: LiveServer, new_user: NewUser) -> None:
+    """A slow first answer does not drop the later ones."""
+    fill_server(sqlite_server)
+    user, held = new_user(), list[Any]()
+    user.page.route("**/?model=n&*", lambda one: held.append(one))
+    for typed in ("n", "no", "nothing"):
+        user.page.get_by_label("Model").fill(typed)
+        user.page.wait_for_timeout(SLOW_MS)
+    for one in held:
+        one.continue_()
+    user.page.wait_for_url("**/?model=nothing&*")
+    user.page.get_by_text("No record fits this filter").wait_for()
