@@ -88,7 +88,7 @@ class LazyGuide:
         if run.get("log"):
             from advisor.resolve import tracking
 
-            tracking.SINKS.append(lambda found: tracking.write(found, run["log"]))
+            tracking.expect(run["log"])
         asked = Request()
         if run["tune_s"]:
             from advisor.resolve.online import OnlineTuner

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import gc
@@ -21,6 +22,17 @@ TIMED = 50  # steps that are timed for the figures, after as many others under t
 TRACKER_WAIT_S = 1.0  # seconds that the script waits; a slower tracker goes on in its thread
 Figures = Mapping[str, str | float]
 SINKS: list[Callable[[Figures], object]] = []  # get the figures of this process's run, once
+
+
+def expect(tracker: str) -> None:
+    """Have the run's figures written into a tracker. A line says if the run ends without any."""
+
+    def report() -> None:
+        if SINKS:
+            tell(f"--log {tracker}: the run ended before its speed was known; nothing is written")
+
+    SINKS.append(lambda found: write(found, tracker))
+    atexit.register(report)
 
 
 def figures(config: Config, own: Config, rate: float, record: Record | None) -> Figures:

@@ -196,3 +196,16 @@ def test_a_run_writes_its_figures_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert written.pop("advisor/samples_per_s") > 0 and tracking.SINKS == []
     what = {"advisor/config": "channels_last, bf16", "advisor/record": known.id}
     assert written == what | {"advisor/speedup": known.winner("pilot").speedup}  # no peak is known
+
+
+def test_a_run_that_ends_before_its_figures_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    at_exit = list[Callable[[], None]]()
+    monkeypatch.setattr("atexit.register", at_exit.append)
+    tracking.expect("wandb")
+    at_exit[0]()
+    assert "--log wandb: the run ended before its speed was known" in capsys.readouterr().err
+    tracking.SINKS.clear()
+    at_exit[0]()
+    assert capsys.readouterr().err == ""
