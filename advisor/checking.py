@@ -115,7 +115,7 @@ def checked_run(
 ) -> Checked:
     """As `check`. `show`: as in RunWorkload."""
     with _started(command, plan, open_records(cache, fallback=True), progress, show) as opened:
-        return _checked(opened, Clock(plan.seconds))
+        return _checked(opened, Clock(plan.seconds), progress)
 
 
 def limits_of(command: Sequence[str], plan: Plan, cache: Cache, progress: Progress) -> Limits:
@@ -185,7 +185,7 @@ def _started(
         yield opened
 
 
-def _checked(opened: OpenWorkload, clock: Clock) -> Checked:
+def _checked(opened: OpenWorkload, clock: Clock, progress: Progress) -> Checked:
     run, seen = cast(Run, opened.runner), cast(ScriptFacts, opened.seen)
     own_set = seen.own.without(BATCH, *SAVING)
     own, visitor = run.baseline, Visitor(run, run.baseline, clock, lambda _config: None)
@@ -203,6 +203,8 @@ def _checked(opened: OpenWorkload, clock: Clock) -> Checked:
                 failed[name] = visit.reason
         while run.watches and clock.left_s > 0:  # for the end of an epoch
             visitor.block(own, SLOW_TURN_S)
+        if run.watches:
+            progress.notice(f"no epoch ended, so its schedule was not checked; {clock.larger}")
     except (ConfigFailed, WorkerError) as exc:  # of the baseline: its time is over, or its training
         untimed = str(exc) if isinstance(exc, WorkerError) else clock.larger
         if not compared:
