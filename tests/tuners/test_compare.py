@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -272,15 +272,38 @@ class Chaotic(Noisy):
         return dict(self._means)
 
 
-@pytest.mark.parametrize("subject", [Noisy, NearlyZero, Chaotic])
+class Coarse(Noisy):
+    """The number format alone loses 10% of one gradient, and compiled code does not."""
+
+    def sample(self, config: Config, point: int, seed: int) -> Sample:
+        found = super().sample(config, point, seed)
+        if config["precision"] == "bf16" and config["compile"] == "none":
+            found.gradients["noisy"] = 0.9 * found.gradients["noisy"]
+        return found
+
+    def _gradients(self, point: int, seed: int, *, compiled: bool) -> dict[str, Tensor]:
+        torch.manual_seed(seed + 10_000_000 * compiled)
+        return {name: mean * (1 + 0.01 * torch.randn(1)) for name, mean in self._means.items()}
+
+
+class OneNumber(Noisy):
+    """A model that returns its loss: the variance of one number is too uncertain."""
+
+    def sample(self, config: Config, point: int, seed: int) -> Sample:
+        found = super().sample(config, point, seed)
+        return replace(found, outputs={"output 0": torch.randn(1)})
+
+
+@pytest.mark.parametrize("subject", [Noisy, NearlyZero, Chaotic, Coarse, OneNumber])
 @pytest.mark.parametrize(("fault", "outcome"), [("", "ok"), ("steady", "wrong")])
 def test_noise_passes_and_a_fault_is_found(subject: Any, fault: str, outcome: str) -> None:
-    """Also rounding that changes with the weights."""
+    """Also rounding that changes with the weights, and the sums of two ranks."""
     torch.manual_seed(1)
-    references = References(subject(fault), FP32, tolerance=0.02)
-    config = COMPILED_BF16 if subject is Chaotic else COMPILED
-    result = references.compare(config, left_s=lambda: 1e9)
-    assert result.outcome == outcome, result
+    config = COMPILED_BF16 if subject in (Chaotic, Coarse) else COMPILED
+    for summed in (None, lambda tensor: 2 * tensor):
+        references = References(subject(fault), FP32, tolerance=0.02, summed=summed)
+        result = references.compare(config, left_s=lambda: 1e9)
+        assert result.outcome == outcome, result
 
 
 @pytest.mark.parametrize("kind", ["mlp", "convnet"])

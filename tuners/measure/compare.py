@@ -237,8 +237,13 @@ class References:
         signal, single = reference.signal[points].sum(0), reference.size[points].square().sum(0)
         stands_out, signal = signal > limits.NEGLIGIBLE * single, signal.clamp(min=TINY)
         off, error = _mean((drawn.projections - than.projections)[:, points] / signal)
-        sums = (one.projections.mean(0)[points].sum(0) for one in (drawn, than))
-        ours, theirs = (one / signal - 1 for one in sums)
+        theirs, unsure = _mean(than.projections[:, points] / signal)
+        theirs -= 1
+        ours = theirs + off
+        # Code may come nearer to fp32, by as much as the format alone is surely off.
+        sure = (theirs.abs() - limits.STANDARD_ERRORS * math.sqrt(2) * unsure).clamp(min=0)
+        back = -theirs.sign() * sure
+        off -= off.clamp(back.clamp(max=0), back.clamp(min=0))
         # By chance, rounding has a part along the gradient: larger for tensors of few elements.
         elements = reference.counts[points].sum(0)
         limit = allowed + limits.STANDARD_ERRORS * share[points].amax(0) * (2 / elements).sqrt()
@@ -286,7 +291,7 @@ class References:
         for at in range(reference.outputs if reference.draws else 0):
             own = reference.own.variances[..., at]
             # The variance of a single number is too uncertain.
-            if float(reference.counts[:, at].min()) < 2 or not float(own.mean()):
+            if reference.single[at] or not float(own.mean()):
                 continue
             least = 1e-3 * own.mean(0)
             logs = (one.maximum(least).log2() for one in (drawn.variances[..., at], own))

@@ -163,7 +163,8 @@ class Reference:
 
     Attributes:
         rounds: in a comparison; 1 if the model draws no random numbers.
-        sizes: of each tensor by point: batches may differ. `counts`: the same as (point, tensor).
+        sizes: of each tensor by point: batches may differ. `counts`: the same as (point, tensor),
+            of all ranks. `single`: (tensor) whether a rank has one number, at some point.
         signal: (point, tensor) squared norms of fp32's means; `size`: norms of its first passes.
         rounding: (point, tensor) the effect of rounding alone, as part of `size`.
         summed: sums a tensor over the ranks of a job, which then all come to the same verdict.
@@ -206,7 +207,9 @@ class Reference:
             if self.draws:
                 self._sums[point][count // POINTS % 2] += vector
             self.own.add(vector, loss, vector)
-        self.counts = self._over_ranks(torch.tensor(self.sizes, dtype=torch.float64))
+        sizes = torch.tensor(self.sizes, dtype=torch.float64)
+        self.counts = self._over_ranks(sizes)
+        self.single = self._over_ranks((sizes < 2).double()).sum(0) > 0
         self.signal = torch.stack([self.dots(*self._halves(at), at) for at in range(POINTS)])
         self._formats.clear()  # these were compared with fewer rounds
         self._shares.clear()

@@ -228,17 +228,20 @@ class Wrappers:
                 layouts.rebuild(parallel)
         self.shards.set(Config(given))
 
-    def reduce(self, vector: Tensor) -> Tensor:
-        """Average gradients over the ranks, as DistributedDataParallel does now, in place; FSDP2
-        has done it already."""
+    def reduced(self, gradients: Sequence[Tensor]) -> Sequence[Tensor]:
+        """This rank's parts of gradients that are averaged over the ranks, as
+        DistributedDataParallel does now; FSDP2 has done it already."""
         for parallel in [*self._replicas][:1]:
-            group = parallel.process_group
+            group, vector = parallel.process_group, torch.cat([*gradients])
+            rank, ranks = torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
             if self._in_bf16:
-                reduced: Tensor = _compress_hook()(group, _Bucket(vector)).wait()
-                return reduced
-            torch.distributed.all_reduce(vector, group=group)
-            vector /= torch.distributed.get_world_size(group)
-        return vector
+                vector = _compress_hook()(group, _Bucket(vector)).wait()
+            else:
+                torch.distributed.all_reduce(vector, group=group)
+                vector /= ranks
+            whole = vector.split([len(one) for one in gradients])
+            return [one.tensor_split(ranks)[rank] for one in whole]
+        return gradients
 
 
 @dataclasses.dataclass

@@ -339,9 +339,8 @@ class RecordedSteps:
                 gradients[name] = gradients[name].add_(one) if name in gradients else one
         if self._several:
             names = [name for name in gradients if name in self._named]
-            sizes = [gradients[name].numel() for name in names]
-            reduced = self._of_switch.wrappers.reduce(torch.cat([gradients[n] for n in names]))
-            gradients |= zip(names, reduced.split(sizes), strict=True)
+            reduced = self._of_switch.wrappers.reduced([gradients[name] for name in names])
+            gradients |= zip(names, reduced, strict=True)
         if loss is not None:
             own = [kept.slope for kept in calls if kept.slope is not None]
             loss += float(slope - torch.stack(own).sum())
