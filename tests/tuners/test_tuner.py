@@ -111,6 +111,7 @@ def test_search_without_a_measured_baseline_raises() -> None:
         ({("compile", "reduce-overhead"): "hangs"}, HALF),
         ({("fused_optimizer", True): "failed"}, LEADER),
         ({("precision", "bf16"): "failed"}, LEADER.replace(precision="tf32")),
+        ({("channels_last", True): "failed"}, LEADER.replace(channels_last=False)),
         (dict.fromkeys([("compile", v) for v in SPACE.choices["compile"][1:]], "failed"), HALF),
     ],
 )

@@ -87,13 +87,15 @@ class Recipe:
 
     def _recipes(self) -> Iterator[Config]:
         """Yields the configs of RECIPE whose number format is not ruled out; for volumes each first
-        in the script's own layout."""
+        in the script's own layout, and then also if it failed in another."""
         for changes in knobs.RECIPE:
             formats = {(n, v) for n, v in changes.items() if n in knobs.FORMATS}
             if not formats & self._visits.ruled_out:
                 if self._space.volumes:
                     yield self._near(dict(formats))
-                yield self._near(changes)
+                yield (config := self._near(changes))
+                if (visit := self._visits.get(config)) and visit.failed:
+                    yield self._near(dict(formats))
 
     def _half(self) -> Iterator[Config | None]:
         """Number formats, not compiled. With a GPU, where eager code may hide their gain, until one

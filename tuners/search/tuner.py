@@ -297,9 +297,9 @@ class Tuner:
         visits, config = self._visits, visit.config
         if visit.outcome == "timed_out":
             self._passed_over[config] = 2 * visit.seconds
-        if visit.outcome in ("failed", "crashed") and (failed := visits.rule_out_failed(config)):
+        for failed, why in visits.rule_out_failed():
             what = knobs.described(failed, self._space.default)
-            self._progress.notice(f"the search continues without {what}: {visit.reason}")
+            self._progress.notice(f"the search continues without {what}: {why}")
         leading = {visits.best(use, self._space.batch).config for use in self._space.uses}
         leading |= {self._space.default, *visits.leaders()}
         # With any loader, because the leader's loader is chosen after its visit.

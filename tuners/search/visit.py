@@ -45,6 +45,11 @@ class Visit:
         return self.outcome == "ok"
 
     @property
+    def failed(self) -> bool:
+        """Whether an error was the reason, and not time, memory or numbers."""
+        return self.outcome in ("failed", "crashed")
+
+    @property
     def fed(self) -> float:
         """The config's speed-up if its steps had not waited for data; 0 if it failed."""
         if not self.turns:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from advisor.cache.config import BATCH, Config, Value
 from advisor.cache.record import USES, Trial
@@ -56,15 +56,17 @@ class Visits(dict[Config, Visit]):
         """The values that some configs change."""
         return {pair for one in configs for pair in one.changed(self._space.default).items()}
 
-    def rule_out_failed(self, config: Config) -> Config:
-        """Rule out the values of a failed config that never ran before, and return them: values
-        that build code, else the only new value, else the number format."""
-        new = self.changed([config]) - self.changed(one.config for one in self.values() if one.ok)
-        found = {(n, v) for n, v in new if knobs.BY_NAME[n].compile_s or knobs.BY_NAME[n].captured}
-        if not found:
-            found = new if len(new) == 1 else {one for one in new if one[0] in knobs.FORMATS}
-        self.ruled_out |= found
-        return Config(dict(found))
+    def rule_out_failed(self) -> Iterator[tuple[Config, str]]:
+        """Rule out the values that made a config fail: of those that never ran, the ones that build
+        code, else the only one. Yields what is new, and why it failed."""
+        ran = self.changed(one.config for one in self.values() if one.ok)
+        for one in self.values():
+            new = self.changed([one.config]) - ran if one.failed else set()
+            rows = ((knobs.BY_NAME[name], (name, value)) for name, value in new)
+            built = {pair for knob, pair in rows if knob.compile_s or knob.captured}
+            if found := (built or (new if len(new) == 1 else set())) - self.ruled_out:
+                self.ruled_out |= found
+                yield Config(dict(found)), one.reason
 
     def allowed(self, config: Config) -> bool:
         return self.ruled_out.isdisjoint(config.items())
