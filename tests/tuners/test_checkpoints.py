@@ -77,10 +77,11 @@ def test_script_can_open_and_load_what_it_saved(out: Path) -> None:
     torch.jit.load("last.pt")(torch.ones(1))
     with open("last.pt", "rb") as file:
         assert file.read(2) == b"PK"
-    for number, old in enumerate(NAMES[:2]):  # open() would truncate the user's file
-        with open(old, "wb") if number else Path(old).open("wb") as file:
+    # open() would truncate the user's file, and leave a new one for the next start to resume from.
+    for number, name in enumerate((*NAMES[:2], "fresh.pt", "fresh.pt")):
+        with open(name, "wb") if number else Path(name).open("wb") as file:
             torch.save(TWO, file)
-        assert saved_step(old) == 2.0
+        assert saved_step(name) == 2.0
     assert on_disk(out) == BEFORE
 
 
@@ -181,7 +182,8 @@ def test_transformers_trainer_does_not_touch_the_users_checkpoints(
 ) -> None:
     (out / "trained" / "checkpoint-2").mkdir(parents=True)
     for name in ("checkpoint-2/trainer_state.json", "checkpoint-2/optimizer.pt", "config.json"):
-        (out / "trained" / name).write_text("the user's")
+        with os.fdopen(os.open(out / "trained" / name, os.O_CREAT | os.O_WRONLY), "w") as file:
+            file.write("the user's")  # `out` redirects other ways to write
     module = ModuleType("transformers.trainer")
     module.__dict__["Trainer"] = Trainer
     monkeypatch.setitem(sys.modules, module.__name__, module)

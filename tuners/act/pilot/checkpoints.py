@@ -3,9 +3,9 @@
 A tuned script's checkpoints are worthless, and must not replace the user's earlier ones. So
 PyTorch, safetensors, torch.distributed.checkpoint, Lightning and transformers' Trainer write a file
 to the same path below a scratch folder, and read it from that folder if it is in it; so do `os`,
-`shutil` and `open` with such files. `open` writes to the scratch folder only in place of a user's
-checkpoint. All else is untouched: lists of a folder, file objects. Processes of one job share the
-folder, so the files in it decide, not a table in memory.
+`shutil` and `open` with such files. `open` knows a checkpoint that it writes by its suffix. All else
+is untouched: lists of a folder, file objects. Processes of one job share the folder, so the files
+in it decide, not a table in memory.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-# A file with such a suffix counts as a checkpoint if a script removes or replaces it.
-SUFFIXES = (".pt", ".pth", ".ckpt", ".bin", ".safetensors", ".tar", ".distcp", ".metadata")
+# A file with such a suffix counts as a checkpoint if a script creates, removes or replaces it; a new
+# one with another of SUFFIXES may be data, such as an archive that the script downloads.
+_SURE = (".pt", ".pth", ".ckpt", ".safetensors")
+SUFFIXES = (*_SURE, ".bin", ".tar", ".distcp", ".metadata")
 Act = Callable[..., Any]  # replaces a function, which is its first argument
 
 
@@ -175,6 +177,14 @@ class Redirection:
             return stat.S_ISREG(found.st_mode) and found.st_mtime < self._began
         return False
 
+    def _is_lost(self, file: Any) -> bool:
+        """Whether opening a file to write would lose the user's checkpoint, or create one."""
+        try:
+            self._stat(file)  # not of a scratch copy
+        except OSError:
+            return str(file).endswith(_SURE)
+        return self._is_users(file)
+
     def _moves(self, plain: Any, src: Any, dst: Any, **kwargs: Any) -> Any:
         """Move a scratch copy to a scratch path; a checkpoint of the user's is not overwritten."""
         found, to = self._there(src), self._scratch(dst)
@@ -207,7 +217,7 @@ class Redirection:
         how = set(mode) if isinstance(mode, str) else set("a")
         if not how & set("wax+"):
             file = self._checkpoint(file)
-        elif "w" in how and self._is_named(file) and self._is_users(file):
+        elif "w" in how and self._is_named(file) and self._is_lost(file):
             file = self._to_write(file)
         return plain(file, mode, *args, **kwargs)
 
