@@ -173,8 +173,7 @@ class RecordGuide:
             warn_in_hook(f"{exc}{_UNTRAINED if why == 'untrained' else f'. {GOES_ON}'}")
 
     def script_failed(self, exc: BaseException, request: BlockRequest) -> None:
-        noted = any(note.startswith(NOTED) for note in getattr(exc, "__notes__", ()))
-        if may_be_config_error(exc) and not noted:  # else `backward_failed` has reported it
+        if may_be_cause(exc, request):
             warn_of_failure(f"the script ended {self._blame(exc, request)}")
 
     def config_dropped(self, exc: BaseException) -> None:
@@ -208,6 +207,12 @@ class RecordGuide:
             kept = self._failures.keep(request.config, failure(exc)[1])
             said += "; the next start leaves it out" if kept else "; that could not be stored"
         return f"{said}. ADVISOR_DISABLE=1 runs the script unmodified"
+
+
+def may_be_cause(exc: BaseException, request: BlockRequest) -> bool:
+    """Whether a config may have caused an exception that `backward_failed` has not reported."""
+    noted = any(note.startswith(NOTED) for note in getattr(exc, "__notes__", ()))
+    return request.config != request.own and may_be_config_error(exc) and not noted
 
 
 def _followed(record: Record, advised: Config, seen: ScriptFacts) -> tuple[Config, Config]:

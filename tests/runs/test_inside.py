@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import runpy
 import socket
@@ -372,10 +373,16 @@ def test_search_learns_of_a_backward_failure_before_the_script_can_end() -> None
     own = Config(precision="default")
     guide = OnlineTuner(["python", "train.py"], Request(), tune_s=9.0)
     guide._client = client = FakeClient()  # type: ignore[assignment]
-    guide.backward_failed(MemoryError("in backward"), BlockRequest(config=own, own=own, steps=3))
+    tried = BlockRequest(config=own.replace(precision="bf16"), own=own, steps=3)
+    guide.backward_failed(MemoryError("in backward"), tried)
     assert [result.reason for result in client.results] == ["MemoryError: in backward"]
     assert guide.next(BlockResult(outcome="out_of_memory")).steps == 1  # the answer to the failure
     assert guide.next(BlockResult(steps=1)).steps == 2
+    guide.script_failed(RuntimeError("the script's own"), dataclasses.replace(tried, config=own))
+    assert len(client.results) == 2
+    with pytest.warns(AdvisorWarning, match="the script ended under advice"):
+        guide.script_failed(RuntimeError("in its evaluation"), tried)
+    assert client.results[-1].reason == "RuntimeError: in its evaluation"
 
 
 def test_config_is_not_tried_without_free_memory(

@@ -195,6 +195,27 @@ def test_exception_of_the_script_is_not_blamed_on_the_config(trained_net: Traine
     assert net.dtypes[-1] == torch.bfloat16 and not errors
 
 
+def test_call_that_fails_in_channels_last_is_repeated_in_the_scripts_layout() -> None:
+    class Flattens(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.conv(x).view(len(x), -1)
+
+    net, errors = Flattens(), list[Exception]()
+    optimizer, switch = switched(net)
+    switch.set(OWN.replace(channels_last=True), errors.append)
+    trained(net, 1, optimizer)
+    assert "view size is not compatible" in str(errors)
+    assert net.conv.weight.is_contiguous() and net.conv.weight.grad is not None
+
+    hook = net.conv.register_forward_pre_hook(lambda *_: net.missing)
+    switch.set(OWN)
+    switch.set(OWN.replace(channels_last=True), errors.append)
+    with pytest.raises(AttributeError):
+        net(torch.randn(4, 3, 8, 8))
+    assert not net.conv.weight.is_contiguous(), "the script's own error changes nothing"
+    hook.remove()
+
+
 def test_early_stop_of_checkpointing_is_not_blamed_on_the_config(trained_net: TrainedNet) -> None:
     """PyTorch ends the recomputation with an exception once it has all tensors."""
     net, _optimizer, switch = trained_net

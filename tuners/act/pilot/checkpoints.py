@@ -3,9 +3,9 @@
 A tuned script's checkpoints are worthless, and must not replace the user's earlier ones. So
 PyTorch, safetensors, torch.distributed.checkpoint, Lightning and transformers' Trainer write a file
 to the same path below a scratch folder, and read it from that folder if it is in it; so do `os`,
-`shutil` and `open` with such files. `open` knows a checkpoint that it writes by its suffix. All else
-is untouched: lists of a folder, file objects. Processes of one job share the folder, so the files
-in it decide, not a table in memory.
+`shutil` and `open` with such files. `open` knows a checkpoint that it writes by its suffix. All
+else is untouched: lists of a folder, file objects. Processes of one job share the folder, so the
+files in it decide, not a table in memory.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-# A file with such a suffix counts as a checkpoint if a script creates, removes or replaces it; a new
-# one with another of SUFFIXES may be data, such as an archive that the script downloads.
+# A file with such a suffix counts as a checkpoint if a script creates, removes or replaces it. A new
+# file with another of SUFFIXES may be data, such as an archive that the script downloads.
 _SURE = (".pt", ".pth", ".ckpt", ".safetensors")
 SUFFIXES = (*_SURE, ".bin", ".tar", ".distcp", ".metadata")
 Act = Callable[..., Any]  # replaces a function, which is its first argument

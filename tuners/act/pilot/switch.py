@@ -16,7 +16,7 @@ from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 from torch.utils._pytree import tree_leaves
 
 from advisor.cache.config import Config
-from advisor.tuners.act import compiled, hooks, layouts
+from advisor.tuners.act import compiled, hooks, layouts, ranks
 from advisor.tuners.act.applied import AppliedConfig
 from advisor.tuners.act.artifacts import restore_keys, use_stable_keys
 from advisor.tuners.act.gate import Gate
@@ -32,6 +32,7 @@ from advisor.tuners.recomputation import recomputed_calls, replace_calls
 
 OnError = Callable[[Exception], object] | None
 CompiledRegions = dict[nn.Module, Callable[..., Any]]  # the compiled calls of a model's modules
+_failures = itertools.count()
 
 
 class ModelCall:
@@ -49,6 +50,11 @@ class ModelCall:
         self.regions: CompiledRegions = {}
         self.outputs: list[weakref.ref[Tensor]] = []  # of the last call, if `keeps_outputs`
         self.keeps_outputs = False
+        self.made = False  # whether this step has made a call through `act`
+        # Context manager: weights have the script's own memory format, if they may.
+        self.own_layout: Callable[[], contextlib.AbstractContextManager[None]] = (
+            contextlib.nullcontext
+        )
 
     def leave(self, call: Callable[..., Any]) -> None:
         """Put a call back, unless the model was compiled in the meantime."""
@@ -83,6 +89,7 @@ class ModelCall:
         self.one.count(args, kwargs)
         try:
             found = self.act(*args, **kwargs)
+            self.made = True
             if self.keeps_outputs:
                 self.outputs = [weakref.ref(o) for o in tree_leaves(found) if isinstance(o, Tensor)]
             return found
@@ -93,7 +100,8 @@ class ModelCall:
         if is_config_error(raised):
             self.on_error(raised)
             return self.uncompiled(*args, **kwargs)
-        found = _retry(self.uncompiled, args, kwargs, raised)
+        with self.own_layout():
+            found = _retry(self.uncompiled, args, kwargs, raised)
         self.on_error(raised)
         return found
 
@@ -158,6 +166,7 @@ class ConfigSwitch:
                 self.calls.append(ModelCall(trains, module, self.wrappers.shards))
                 hooks.replace_call(module, self.calls[-1])
                 self.calls[-1].base = self.calls[-1].regions = recomputed_calls(module)
+                self.calls[-1].own_layout = self._own_layout
 
     @property
     def fell_back(self) -> bool:
@@ -240,7 +249,7 @@ class ConfigSwitch:
 
     def drop_config(self) -> None:
         """Within a step, go back to the script's own calls, and drop the config's code. Weights
-        keep their memory format until the next `set`: the step may still need it."""
+        keep their present memory format until the next `set`: the step may still need it."""
         self._watching.close()
         PROCESS_FLAGS.release(self._flags)
         self._kept.pop(_code(self._seen[self.config]), None)
@@ -262,6 +271,8 @@ class ConfigSwitch:
     def begin_step(self, *, freed: bool = False) -> None:
         """Begin a step; `freed`: whether the script frees the last step's gradients."""
         self.wrappers.shards.begin_step()
+        for call in self.calls:
+            call.made = False
         if self._seen[self.config].graphs:
             self._replays.begin()
             if freed:
@@ -282,6 +293,25 @@ class ConfigSwitch:
         self.calls.clear()
         self._kept.clear()
         self._storages = layouts.Storages()
+
+    @contextlib.contextmanager
+    def _own_layout(self) -> Iterator[None]:
+        """Weights have the script's own memory format, for a call that failed in another, as a
+        `view` of its activations does; after a second failure as before. Not if compiled code of
+        this step may need them as they are, or another rank has not failed."""
+        applied, group = self._seen[self.config], ranks.Group.current()
+        stays = not applied.layouts or (applied.compiles and any(one.made for one in self.calls))
+        if stays or not (group is None or group.meet(f"advisor/layout/{next(_failures)}")):
+            yield
+            return
+        with torch.no_grad():
+            self._lay_out(self._seen[self.own])
+        try:
+            yield
+        except BaseException:
+            with torch.no_grad():
+                self._lay_out(applied)
+            raise
 
     def _lay_out(self, applied: AppliedConfig) -> None:
         changes = False
