@@ -23,8 +23,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-# A file with such a suffix counts as a checkpoint if a script creates, removes or replaces it. A new
-# file with another of SUFFIXES may be data, such as an archive that the script downloads.
+# A file with such a suffix counts as a checkpoint if a script creates, removes or replaces it. A
+# new file with another of SUFFIXES may be data, such as an archive that the script downloads.
 _SURE = (".pt", ".pth", ".ckpt", ".safetensors")
 SUFFIXES = (*_SURE, ".bin", ".tar", ".distcp", ".metadata")
 Act = Callable[..., Any]  # replaces a function, which is its first argument
