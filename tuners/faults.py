@@ -117,9 +117,12 @@ def is_config_error(exc: BaseException) -> bool:
 
 
 def may_be_config_error(exc: BaseException) -> bool:
-    """Whether a config may be the cause: PyTorch raises the types below. A script that raises one
-    by a statement of its own, as if a disk is full, is itself the cause."""
-    if type(exc) not in (RuntimeError, NotImplementedError) or lost_rank(exc):
+    """Whether a config may be the cause: PyTorch raises the types below, TypeError of a number
+    format. A script that raises one by a statement of its own, as if a disk is full, is itself the
+    cause."""
+    of_format = type(exc) is TypeError and "ScalarType" in str(exc)
+    known = type(exc) in (RuntimeError, NotImplementedError) or of_format
+    if not known or lost_rank(exc):
         return is_config_error(exc)
     last = exc.__traceback__
     while last is not None and last.tb_next is not None:

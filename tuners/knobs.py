@@ -412,6 +412,7 @@ KNOBS: tuple[Knob, ...] = (
     Knob(
         name="channels_last",
         summary="channels-last memory format of weights and inputs (NHWC, NDHWC)",
+        numerics=True,  # a model may depend on strides, as by as_strided
         values=lambda here: SWITCH if here.convolves and here.dimensions in (4, 5) else (),
         guess="alone",
         script=_own_layout,

@@ -210,9 +210,11 @@ class RecordGuide:
 
 
 def may_be_cause(exc: BaseException, request: BlockRequest) -> bool:
-    """Whether a config may have caused an exception that `backward_failed` has not reported."""
+    """Whether a config may have caused an exception that `backward_failed` has not reported. While
+    configs are tried, any may: the script may read what is inside its model, as by `numpy()`."""
     noted = any(note.startswith(NOTED) for note in getattr(exc, "__notes__", ()))
-    return request.config != request.own and may_be_config_error(exc) and not noted
+    tries = request.steps > 0 and isinstance(exc, Exception)
+    return request.config != request.own and (tries or may_be_config_error(exc)) and not noted
 
 
 def _followed(record: Record, advised: Config, seen: ScriptFacts) -> tuple[Config, Config]:

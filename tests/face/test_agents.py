@@ -120,7 +120,7 @@ def test_events_go_to_stdout_or_to_a_file_and_never_stop_a_tuning(here: Path) ->
     assert "srun starts 2 advisors, and each tunes by itself" in tasks.stderr
 
 
-FAST = examples.choice(examples.DEFAULT.replace(channels_last=True), 2800.0, 1.4)
+FAST = examples.choice(examples.DEFAULT.replace(cudnn_benchmark=True), 2800.0, 1.4)
 HALF = examples.choice(examples.DEFAULT.replace(precision="bf16"), 2800.0, 1.4)
 RECORD = replace(examples.record(), trials=())
 OWN = RECORD.baseline

@@ -56,6 +56,7 @@ def store_record(**changes: Any) -> Record:
         measured(DEFAULT, 100.0),
         measured(FAST, 150.0, peak_bytes=2 * GIB),
         measured(DEFAULT.replace(channels_last=True), 120.0),
+        verified(DEFAULT.replace(channels_last=True)),
         measured(WIDE, 400.0, peak_bytes=8 * GIB),
         measured(DEFAULT.at(8), 150.0),
         measured(FAST.at(8), 300.0, peak_bytes=4 * GIB),

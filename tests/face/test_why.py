@@ -20,7 +20,7 @@ from advisor.open_store import open_records
 from advisor.resolve.failures import Failures
 from advisor.tuners import environment
 from advisor.tuners.environment import own_threads
-from tests.builders import lookup_arguments, record_here
+from tests.builders import lookup_arguments, record_here, verified
 from tests.cache.examples import choice, winners
 from tests.face.commands import MODEL, advisor, run_example
 
@@ -31,7 +31,8 @@ FAST = BASE.replace(channels_last=True)
 def made(loop: Config = FAST, **changes: object) -> Record:
     """A record of model.py:Net on this machine's CPU, with fields of its key changed."""
     won = choice(loop, 3000.0, 1.5)
-    return record_here(choice(BASE), winners(choice(BASE), won, pilot=won), **changes)
+    found = record_here(choice(BASE), winners(choice(BASE), won, pilot=won), **changes)
+    return replace(found, trials=(verified(loop),))
 
 
 def store_record(one: Record, cache: str | None = None) -> None:

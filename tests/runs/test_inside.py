@@ -383,6 +383,9 @@ def test_search_learns_of_a_backward_failure_before_the_script_can_end() -> None
     with pytest.warns(AdvisorWarning, match="the script ended under advice"):
         guide.script_failed(RuntimeError("in its evaluation"), tried)
     assert client.results[-1].reason == "RuntimeError: in its evaluation"
+    with pytest.warns(AdvisorWarning, match="the script ended under advice"):
+        guide.script_failed(AssertionError("it is bfloat16"), tried)
+    assert client.results[-1].reason == "AssertionError: it is bfloat16"
 
 
 def test_config_is_not_tried_without_free_memory(

@@ -29,6 +29,7 @@ LEADER = HALF.replace(compile="reduce-overhead")
 WRONG_CODE = {("compile", "reduce-overhead"): Compared("wrong", "a gradient is 10% off", "code")}
 UNVERIFIED_CODE = {("compile", "reduce-overhead"): Compared(UNVERIFIED, "not verified: draws")}
 WRONG_FORMAT = {("precision", "bf16"): Compared("wrong", "the loss is off", "format")}
+WRONG_LAYOUT = {("channels_last", True): Compared("wrong", "a gradient is 10% off", "code")}
 WRONG_FUSED = {("fused_optimizer", True): Compared("wrong", "weights differ", "optimizer")}
 
 
@@ -43,6 +44,7 @@ def is_near(machine: MadeUp, config: Config, best: Config, within: float = 0.95)
         (WRONG_CODE, ("compile", "reduce-overhead"), HALF.replace(compile="default")),
         (UNVERIFIED_CODE, ("compile", "reduce-overhead"), HALF.replace(compile="default")),
         (WRONG_FORMAT, ("precision", "bf16"), BASE.replace(precision="tf32", channels_last=True)),
+        (WRONG_LAYOUT, ("channels_last", True), LEADER.replace(channels_last=False)),
         (WRONG_FUSED, ("fused_optimizer", True), LEADER),
     ],
 )

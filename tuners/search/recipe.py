@@ -87,14 +87,16 @@ class Recipe:
 
     def _recipes(self) -> Iterator[Config]:
         """Yields the configs of RECIPE whose number format is not ruled out; for volumes each first
-        in the script's own layout, and then also if it failed in another."""
+        in the script's own layout, for others if it failed, or was wrong, in the recipe's."""
         for changes in knobs.RECIPE:
             formats = {(n, v) for n, v in changes.items() if n in knobs.FORMATS}
             if not formats & self._visits.ruled_out:
                 if self._space.volumes:
                     yield self._near(dict(formats))
                 yield (config := self._near(changes))
-                if (visit := self._visits.get(config)) and visit.failed:
+                visit, known = self._visits.get(config), self._visits
+                wrong = not known.allowed(config) or known.failed_comparison(config)
+                if wrong or (visit is not None and visit.failed):
                     yield self._near(dict(formats))
 
     def _half(self) -> Iterator[Config | None]:

@@ -86,11 +86,11 @@ class Visits(dict[Config, Visit]):
         self._compared[self.code(config)] = compared
         if compared.outcome == "wrong":
             right = self.changed(one for one, seen in self._compared.items() if seen.ok)
-            self.ruled_out |= {
-                (name, value)
-                for name, value in self.changed([config]) - right
-                if _blamed(knobs.BY_NAME[name], compared.blames)
-            }
+            new = self.changed([config]) - right
+            blamed = {one for one in new if _blamed(knobs.BY_NAME[one[0]], compared.blames)}
+            if not blamed and compared.blames == "code":
+                blamed = {one for one in new if one[0] in knobs.LAYOUTS}
+            self.ruled_out |= blamed
 
     def failed_comparison(self, config: Config) -> bool:
         """Whether a config is wrong, or could not be compared for another reason than time."""
