@@ -28,7 +28,7 @@ from advisor.cache.kinds import Duration
 from advisor.cache.task import permissions
 from advisor.open_store import open_records
 from advisor.resolve.lookups import GOES_ON, WAIT_S, advise, tell, warn_in_hook
-from advisor.resolve.record_guide import RecordGuide, may_be_cause
+from advisor.resolve.record_guide import RecordGuide
 from advisor.resolve.request import Request
 from advisor.tuners.act.advice import Advice
 from advisor.tuners.act.pilot.pilot import ACTIVE_PILOT
@@ -133,21 +133,13 @@ class OnlineTuner(RecordGuide):
         request, self._early_request = self._early_request or self._client.next(result), None
         return self._received(request)
 
-    def backward_failed(self, exc: Exception, request: BlockRequest) -> None:
-        super().backward_failed(exc, request)
-        self._tell_search(exc, request)
-
-    def script_failed(self, exc: BaseException, request: BlockRequest) -> None:
-        super().script_failed(exc, request)
-        if may_be_cause(exc, request):
-            self._tell_search(exc, request)
-
-    def _tell_search(self, exc: BaseException, request: BlockRequest) -> None:
-        """Report a failure to the search at once. The run may end before its block does, and the
-        next run would try the config again."""
+    def _remember(self, exc: BaseException, request: BlockRequest) -> str:
+        """Report the failure of a config that is tried to the search at once. The run may end
+        before its block does, and the next run would try the config again."""
         if request.steps and self._client is not None and Group.current() is None:
             outcome, reason = failure(exc)
             self._early_request = self._client.next(BlockResult(outcome=outcome, reason=reason))
+        return super()._remember(exc, request)
 
     def failed(self, exc: BaseException) -> None:
         why = stopped(exc)

@@ -173,7 +173,12 @@ class RecordGuide:
             warn_in_hook(f"{exc}{_UNTRAINED if why == 'untrained' else f'. {GOES_ON}'}")
 
     def script_failed(self, exc: BaseException, request: BlockRequest) -> None:
-        if may_be_cause(exc, request):
+        noted = any(note.startswith(NOTED) for note in getattr(exc, "__notes__", ()))
+        # While configs are tried, any exception may be theirs: the script may read what is inside
+        # its model, as by `numpy()`.
+        tries = request.steps > 0 and isinstance(exc, Exception)
+        possible = request.config != request.own and (tries or may_be_config_error(exc))
+        if possible and not noted:  # else `backward_failed` has reported it
             warn_of_failure(f"the script ended {self._blame(exc, request)}")
 
     def config_dropped(self, exc: BaseException) -> None:
@@ -199,22 +204,19 @@ class RecordGuide:
         exc.add_note(f"{NOTED}backward raised this {self._blame(exc, request)}")
 
     def _blame(self, exc: BaseException, request: BlockRequest) -> str:
-        """A message about the config under which a script failed. If the config may be the cause,
-        store that: the next start leaves the config out."""
+        """A message about the config under which a script failed, which is remembered."""
         said = f"under advice, a possible cause: {knobs.described(request.config, request.own)}"
-        if may_be_config_error(exc) and not request.steps:
-            assert self._failures is not None
-            kept = self._failures.keep(request.config, failure(exc)[1])
-            said += "; the next start leaves it out" if kept else "; that could not be stored"
+        said += self._remember(exc, request)
         return f"{said}. ADVISOR_DISABLE=1 runs the script unmodified"
 
-
-def may_be_cause(exc: BaseException, request: BlockRequest) -> bool:
-    """Whether a config may have caused an exception that `backward_failed` has not reported. While
-    configs are tried, any may: the script may read what is inside its model, as by `numpy()`."""
-    noted = any(note.startswith(NOTED) for note in getattr(exc, "__notes__", ()))
-    tries = request.steps > 0 and isinstance(exc, Exception)
-    return request.config != request.own and (tries or may_be_config_error(exc)) and not noted
+    def _remember(self, exc: BaseException, request: BlockRequest) -> str:
+        """If the config in force may be the cause, store that: the next start leaves the config
+        out. Returns this for the user."""
+        if request.steps or not may_be_config_error(exc):
+            return ""
+        assert self._failures is not None
+        kept = self._failures.keep(request.config, failure(exc)[1])
+        return "; the next start leaves it out" if kept else "; that could not be stored"
 
 
 def _followed(record: Record, advised: Config, seen: ScriptFacts) -> tuple[Config, Config]:

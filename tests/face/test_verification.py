@@ -140,6 +140,7 @@ def test_a_record_that_no_longer_holds_is_stale_until_it_is_tuned_again(tuned: P
 @pytest.mark.parametrize(
     ("changes", "compared", "verdict"),
     [
+        ({"channels_last": False, "threads": 3}, Compared("wrong", "never asked"), HOLDS),
         ({}, Compared("ok", "as fp32"), HOLDS),
         ({"precision": "bf16"}, Compared("ok", "as fp32"), HOLDS),
         ({"precision": "bf16"}, Compared("wrong", "a gradient is off", "format"), FAILS),
@@ -148,7 +149,6 @@ def test_a_record_that_no_longer_holds_is_stale_until_it_is_tuned_again(tuned: P
 )
 def test_verify_compares_advice_that_changes_numbers_with_fp32(
     tuned: Path,
-    workers: list[FakeWorker],
     monkeypatch: pytest.MonkeyPatch,
     changes: dict[str, Value],
     compared: Compared,
@@ -156,10 +156,13 @@ def test_verify_compares_advice_that_changes_numbers_with_fp32(
 ) -> None:
     record = add_to_advice(changes)
     monkeypatch.setattr(FakeWorker, "compare", lambda *_args, **_options: compared)
-    done = advisor(tuned, "verify", record.id, "--json")
+    with fake_worker({**GAINS, ("threads", 3): 2.0}) as workers:
+        done = advisor(tuned, "verify", record.id, "--json")
     result = json.loads(done.stdout)
     assert (result["verdict"], result["holds"]) == (verdict, done.returncode == 0), result
-    assert result["numerics"].endswith(f"compared with fp32: {compared.reason}")
+    same = "threads" in changes
+    said = "not compared with fp32: the advice changes no numbers"
+    assert result["numerics"].endswith(said if same else f"compared with fp32: {compared.reason}")
     assert result["now"][LOOP]["ratio"] == pytest.approx(record.winner(LOOP).speedup, rel=0.25)
     assert ("no longer trains like fp32" in stored()[1].stale) == (verdict == FAILS)
     assert (stored()[1].stale == "") == (result["reason"] == "") == (verdict == HOLDS)

@@ -19,7 +19,7 @@ APART = (
     "the ranks are at different steps, as if not all of them had the same optimizers; only jobs "
     "whose ranks train alike are tuned"
 )
-_comparisons = itertools.count()
+_comparisons, _failures = itertools.count(), itertools.count()
 
 
 class Group(NamedTuple):
@@ -68,6 +68,12 @@ def named() -> str:
     group = Group.current()
     alone = group is None and os.environ.get("WORLD_SIZE", "1") == "1"
     return "" if alone else f"rank {group.rank if group else os.environ.get('RANK', '?')}: "
+
+
+def all_failed() -> bool:
+    """Whether all ranks of a job come to this point after an exception; True without ranks."""
+    group = Group.current()
+    return group is None or group.meet(f"advisor/failed/{next(_failures)}")
 
 
 def common(names: Iterable[str]) -> set[str]:

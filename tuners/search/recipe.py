@@ -78,9 +78,8 @@ class Recipe:
         return next((c for c in found if c.changed(self._space.default)), self._near({}))
 
     def _runs(self, config: Config) -> bool:
-        visit, known = self._visits.get(config), self._visits
-        allowed = known.allowed(config) and not known.failed_comparison(config)
-        return allowed and (visit is None or visit.ok)
+        visit = self._visits.get(config)
+        return self._visits.is_right(config) and (visit is None or visit.ok)
 
     def _ran(self, config: Config) -> bool:
         return config in self._visits and self._runs(config)
@@ -94,9 +93,8 @@ class Recipe:
                 if self._space.volumes:
                     yield self._near(dict(formats))
                 yield (config := self._near(changes))
-                visit, known = self._visits.get(config), self._visits
-                wrong = not known.allowed(config) or known.failed_comparison(config)
-                if wrong or (visit is not None and visit.failed):
+                visit = self._visits.get(config)
+                if not self._visits.is_right(config) or (visit is not None and visit.failed):
                     yield self._near(dict(formats))
 
     def _half(self) -> Iterator[Config | None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 from advisor.cache.config import BATCH, Config, Value
 from advisor.cache.record import USES, Trial
@@ -56,9 +56,10 @@ class Visits(dict[Config, Visit]):
         """The values that some configs change."""
         return {pair for one in configs for pair in one.changed(self._space.default).items()}
 
-    def rule_out_failed(self) -> Iterator[tuple[Config, str]]:
+    def rule_out_failed(self) -> list[tuple[Config, str]]:
         """Rule out the values that made a config fail: of those that never ran, the ones that build
-        code, else the only one. Yields what is new, and why it failed."""
+        code, else the only one. Returns what is new, and why it failed."""
+        ruled_out = []
         ran = self.changed(one.config for one in self.values() if one.ok)
         for one in self.values():
             new = self.changed([one.config]) - ran if one.failed else set()
@@ -66,7 +67,8 @@ class Visits(dict[Config, Visit]):
             built = {pair for knob, pair in rows if knob.compile_s or knob.captured}
             if found := (built or (new if len(new) == 1 else set())) - self.ruled_out:
                 self.ruled_out |= found
-                yield Config(dict(found)), one.reason
+                ruled_out.append((Config(dict(found)), one.reason))
+        return ruled_out
 
     def allowed(self, config: Config) -> bool:
         return self.ruled_out.isdisjoint(config.items())
@@ -92,6 +94,10 @@ class Visits(dict[Config, Visit]):
                 blamed = {one for one in new if one[0] in knobs.LAYOUTS}
             self.ruled_out |= blamed
 
+    def is_right(self, config: Config) -> bool:
+        """Whether a config has no value that is ruled out, and did not fail its comparison."""
+        return self.allowed(config) and not self.failed_comparison(config)
+
     def failed_comparison(self, config: Config) -> bool:
         """Whether a config is wrong, or could not be compared for another reason than time."""
         compared = self.compared(config)
@@ -113,8 +119,7 @@ class Visits(dict[Config, Visit]):
             for one in self.values()
             if one.ok
             and batch in (None, one.config.batch)
-            and self.allowed(one.config)
-            and not self.failed_comparison(one.config)
+            and self.is_right(one.config)
             and _follows(use, one.config, self._space.default)
         ]
         fed = [one for one in found if one.config.only(*knobs.INPUT_PIPELINE) == self.feed]

@@ -177,8 +177,8 @@ class Redirection:
             return stat.S_ISREG(found.st_mode) and found.st_mtime < self._began
         return False
 
-    def _is_lost(self, file: Any) -> bool:
-        """Whether opening a file to write would lose the user's checkpoint, or create one."""
+    def _is_contained(self, file: Any) -> bool:
+        """Whether a file that is opened to write is the user's checkpoint, or a new one."""
         try:
             self._stat(file)  # not of a scratch copy
         except OSError:
@@ -217,7 +217,7 @@ class Redirection:
         how = set(mode) if isinstance(mode, str) else set("a")
         if not how & set("wax+"):
             file = self._checkpoint(file)
-        elif "w" in how and self._is_named(file) and self._is_lost(file):
+        elif "w" in how and self._is_named(file) and self._is_contained(file):
             file = self._to_write(file)
         return plain(file, mode, *args, **kwargs)
 

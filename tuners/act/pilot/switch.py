@@ -8,6 +8,7 @@ import math
 import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -32,15 +33,21 @@ from advisor.tuners.recomputation import recomputed_calls, replace_calls
 
 OnError = Callable[[Exception], object] | None
 CompiledRegions = dict[nn.Module, Callable[..., Any]]  # the compiled calls of a model's modules
-_failures = itertools.count()
 
 
 class ModelCall:
     """Replaces the call of a trained model: counts calls, and makes training calls through `act`.
     Evaluation stays the script's own. `on_error` gets exceptions that only `act` raises."""
 
-    def __init__(self, one: TrainedModel, module: nn.Module, shards: Shards | None = None) -> None:
+    def __init__(
+        self,
+        one: TrainedModel,
+        module: nn.Module,
+        shards: Shards | None = None,
+        own_layout: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
+    ) -> None:
         self.one, self.module, self._shards = one, module, shards or Shards(())
+        self._own_layout = own_layout
         there = vars(module).get("_compiled_call_impl")
         self.plain: Callable[..., Any] = module._call_impl if there is None else there
         self.bare = plain_call(self.plain)  # whose activations stay on the device
@@ -51,10 +58,6 @@ class ModelCall:
         self.outputs: list[weakref.ref[Tensor]] = []  # of the last call, if `keeps_outputs`
         self.keeps_outputs = False
         self.made = False  # whether this step has made a call through `act`
-        # Context manager: weights have the script's own memory format, if they may.
-        self.own_layout: Callable[[], contextlib.AbstractContextManager[None]] = (
-            contextlib.nullcontext
-        )
 
     def leave(self, call: Callable[..., Any]) -> None:
         """Put a call back, unless the model was compiled in the meantime."""
@@ -100,7 +103,7 @@ class ModelCall:
         if is_config_error(raised):
             self.on_error(raised)
             return self.uncompiled(*args, **kwargs)
-        with self.own_layout():
+        with self._own_layout():
             found = _retry(self.uncompiled, args, kwargs, raised)
         self.on_error(raised)
         return found
@@ -163,10 +166,10 @@ class ConfigSwitch:
         for trains in trained:
             module = callable_module(trains.outer)
             if module is not None and all(call.module is not module for call in self.calls):
-                self.calls.append(ModelCall(trains, module, self.wrappers.shards))
+                shards, own_layout = self.wrappers.shards, self._own_layout
+                self.calls.append(ModelCall(trains, module, shards, own_layout))
                 hooks.replace_call(module, self.calls[-1])
                 self.calls[-1].base = self.calls[-1].regions = recomputed_calls(module)
-                self.calls[-1].own_layout = self._own_layout
 
     @property
     def fell_back(self) -> bool:
@@ -299,9 +302,9 @@ class ConfigSwitch:
         """Weights have the script's own memory format, for a call that failed in another, as a
         `view` of its activations does; after a second failure as before. Not if compiled code of
         this step may need them as they are, or another rank has not failed."""
-        applied, group = self._seen[self.config], ranks.Group.current()
+        applied = self._seen[self.config]
         stays = not applied.layouts or (applied.compiles and any(one.made for one in self.calls))
-        if stays or not (group is None or group.meet(f"advisor/layout/{next(_failures)}")):
+        if stays or not ranks.all_failed():
             yield
             return
         with torch.no_grad():

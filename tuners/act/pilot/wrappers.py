@@ -31,7 +31,6 @@ _JOINED = (
 )
 _SHARDED = "its weights are sharded: only flags and the loader are tuned"
 _GATHERED = ("all_gather_outputs", "_unsharded_param")
-_failures = itertools.count()
 
 
 def _compress_hook() -> Any:
@@ -112,8 +111,7 @@ class Shards:
             return True
         if not all(hasattr(one, "_reset_iter_state") for one in self._roots):
             return False
-        group = ranks.Group.current()
-        if group is not None and not group.meet(f"advisor/failed/{next(_failures)}"):
+        if not ranks.all_failed():
             return False
         for root in self._roots:
             root._reset_iter_state()
@@ -233,14 +231,14 @@ class Wrappers:
         DistributedDataParallel does now; FSDP2 has done it already."""
         for parallel in [*self._replicas][:1]:
             group, vector = parallel.process_group, torch.cat([*gradients])
-            rank, ranks = torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
+            rank, size = torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
             if self._in_bf16:
                 vector = _compress_hook()(group, _Bucket(vector)).wait()
             else:
                 torch.distributed.all_reduce(vector, group=group)
-                vector /= ranks
+                vector /= size
             whole = vector.split([len(one) for one in gradients])
-            return [one.tensor_split(ranks)[rank] for one in whole]
+            return [one.tensor_split(size)[rank] for one in whole]
         return gradients
 
 
