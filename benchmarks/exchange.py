@@ -3,10 +3,11 @@
     torchrun --nproc-per-node 2 benchmarks/exchange.py gpt2 > exchange.jsonl
     NCCL_P2P_DISABLE=1 torchrun --nproc-per-node 2 benchmarks/exchange.py gpt2 llama
 
-gpt2: 124M parameters under DistributedDataParallel, in bf16. llama: the 1B model of
-examples/train_fsdp2.py under FSDP2, in bf16 by its policy. On a CPU both are tiny, and run with
-gloo. Uses nothing of advisor. Each setting's steps come between those of PyTorch's own settings;
-prints a line of JSON for each: the median of the ratios of their times, and the ratios.
+gpt2 and gpt2-medium: 124M and 350M parameters under DistributedDataParallel, in bf16. llama: the 1B
+model of examples/train_fsdp2.py under FSDP2, in bf16 by its policy. On a CPU all are tiny, and run
+with gloo. `--only` takes settings of the tables below. Uses nothing of advisor. Each setting's
+steps come between those of PyTorch's own settings; prints a line of JSON for each: the median of
+the ratios of their times, and the ratios.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ OF_FSDP: dict[str, dict[str, Any]] = {
     "bf16 reduce": {"reduces": torch.bfloat16},
 }
 Step = Callable[[], None]
+Shape = tuple[int, int]  # layers and width
 
 
 def example() -> Any:
@@ -70,11 +72,14 @@ def stepper(model: nn.Module, words: int, batch: int, length: int, device: torch
     return step
 
 
-def gpt2(device: torch.device, *, hook: bool = False, **given: Any) -> Step:
+def gpt2(
+    device: torch.device, size: Shape = (12, 768), *, hook: bool = False, **given: Any
+) -> Step:
     import transformers
 
-    small = {} if device.type == "cuda" else {"n_layer": 2, "n_embd": 64, "n_head": 2}
-    config = transformers.GPT2Config(**small, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)
+    layers, width = size if device.type == "cuda" else (2, 128)
+    shape = {"n_layer": layers, "n_embd": width, "n_head": width // 64}
+    config = transformers.GPT2Config(**shape, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)
     ids = [device.index] if device.type == "cuda" else None
     model = DistributedDataParallel(
         transformers.GPT2LMHeadModel(config).to(device), device_ids=ids, **given
@@ -122,7 +127,8 @@ def timed(step: Step, device: torch.device) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("models", nargs="+", choices=("gpt2", "llama"))
+    parser.add_argument("models", nargs="+", choices=("gpt2", "gpt2-medium", "llama"))
+    parser.add_argument("--only", nargs="+", choices=[*OF_DDP, *OF_FSDP], metavar="SETTING")
     args = parser.parse_args()
     device = torch.device("cpu")
     if torch.cuda.is_available():
@@ -130,11 +136,17 @@ def main() -> None:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     about = {"ranks": dist.get_world_size(), "p2p": os.environ.get("NCCL_P2P_DISABLE") != "1"}
-    makes: dict[str, Callable[..., Step]] = {"gpt2": gpt2, "llama": llama}
+    makes: dict[str, Callable[..., Step]] = {
+        "gpt2": gpt2,
+        "gpt2-medium": functools.partial(gpt2, size=(24, 1024)),
+        "llama": llama,
+    }
     for name in args.models:
         make = functools.partial(makes[name], device)
         plain = make()
-        for setting, given in (OF_DDP if name == "gpt2" else OF_FSDP).items():
+        for setting, given in (OF_FSDP if name == "llama" else OF_DDP).items():
+            if args.only and setting not in args.only:
+                continue
             changed = make(**given)
             for step in (plain, changed):
                 for _ in range(WARM):
