@@ -90,8 +90,7 @@ class Permit(_Arguments):
             scripts that use `advice.capture` can.
         tolerance: distance from strict fp32's loss curve that is always allowed, as a fraction of
             the loss, default 0.02; 0 skips the comparison.
-        allow: what is tried only if allowed: 'bf16-reduce' sums the gradients of several GPUs in
-            bf16.
+        allow: what is tried only if allowed: 'bf16-reduce' sums FSDP2's gradients in bf16.
         map: for a command, its options that set the batch or the loader's workers, as
             {"batch": "--batch-size", "num_workers": "--workers"}.
 

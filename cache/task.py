@@ -200,7 +200,7 @@ class Task:
     )
     allow: tuple[str, ...] = row(
         kinds.MultiChoice(("bf16-reduce",)),
-        "What is tried only if allowed: bf16-reduce sums the gradients of several GPUs in bf16.",
+        "What is tried only if allowed: bf16-reduce sums FSDP2's gradients in bf16.",
         (),
         is_constraint=True,
         added=True,

@@ -522,7 +522,7 @@ KNOBS: tuple[Knob, ...] = (
     ),
     _of_wrapper(
         BF16_REDUCE,
-        "gradients are sent and summed in bf16, if --allow bf16-reduce is given",
+        "FSDP2: gradients are sent and summed in bf16, if --allow bf16-reduce is given",
         *SWITCH,
         numerics=True,
         permitted=lambda given, value: not value or "bf16-reduce" in given.get("allow", ()),

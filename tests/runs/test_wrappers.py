@@ -1,4 +1,4 @@
-"""Settings of DistributedDataParallel and FSDP2, changed and undone in jobs of several ranks."""
+"""Settings of FSDP2, and comparisons under DistributedDataParallel, in jobs of several ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_state_dict,
@@ -98,12 +97,10 @@ class Guide(ScriptedGuide):
         raise AssertionError("the script failed") from exc
 
 
-def ddp(fault: float = 1.0, hooked: bool = False) -> tuple[nn.Module, Callable[[], Tensor]]:
+def ddp(fault: float = 1.0) -> tuple[nn.Module, Callable[[], Tensor]]:
     """`fault`: of rank 1 alone."""
     net = Net(fault if dist.get_rank() == 1 else 1.0)
     parallel = nn.parallel.DistributedDataParallel(net)
-    if hooked:
-        parallel.register_comm_hook(None, allreduce_hook)
     draw = torch.Generator().manual_seed(dist.get_rank())
 
     def loss() -> Tensor:
@@ -250,7 +247,6 @@ def assert_trains_alike(
     assert ours == theirs
 
 
-SENT = ["broadcast_ float32 256", *["allreduce_ float32 263168"] * 2]
 SHARDS = ["bf16_reduce", "reshard_after_forward"]
 BLOCK = 36992  # weights of a block of the example
 
@@ -258,21 +254,6 @@ BLOCK = 36992  # weights of a block of the example
 def gathers(found: dict[str, Any]) -> list[str]:
     """'G' for weights that are gathered, and 'R' for gradients that are reduced."""
     return ["G" if "allgather" in one else "R" for one in found["sent"]]
-
-
-@pytest.mark.parametrize("size", [2, 4])
-def test_gradients_of_ddp_are_sent_in_bf16_and_that_is_undone(tmp_path: Path, size: int) -> None:
-    values: list[dict[str, Value]] = [{}, {"bf16_reduce": True}, {}, {"bf16_reduce": True}, {}]
-    job = {"wrapper": "ddp", "steps": len(values) * (STEPS + 2) + 6}
-    found = run_job(tmp_path / "tuned", size, values=values, **job)[0]
-    assert found["offered"] == ["bf16_reduce"]
-    assert [one[:1] + one[2:] for one in found["results"]] == [["ok", STEPS]] * len(values)
-    sent = [one["sent"] for one in last_steps(found)]
-    assert sent[::2] == [SENT] * 3
-    assert sent[1::2] == [[SENT[0], *["allreduce_ bfloat16 263168"] * 2]] * 2
-
-    # Half of the steps sent gradients in bf16.
-    assert_trains_alike(tmp_path, found, size, job, until=len(values) - 1, rtol=1e-4)
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -303,7 +284,7 @@ def test_settings_of_fsdp2_act_and_are_undone(tmp_path: Path, size: int) -> None
 
 
 CHECKPOINTED: dict[str, list[dict[str, Value]]] = {
-    "ddp": [{"bf16_reduce": True}, {"fused_optimizer": True}],
+    "ddp": [{"precision": "bf16"}, {"fused_optimizer": True}],
     "fsdp": [{"precision": "bf16", "fused_optimizer": True, "reshard_after_forward": False}],
 }
 
@@ -358,7 +339,6 @@ def test_evaluation_of_a_sharded_model_is_the_scripts_own(tmp_path: Path) -> Non
     [
         ("fsdp", "policy", SHARDS, "already: bf16"),
         ("fsdp", "hooked", [], "loader are tuned: a weight has a hook on its gradient"),
-        ("ddp", "hooked", [], "not tuned: bf16_reduce: DistributedDataParallel has a hook"),
     ],
 )
 def test_a_line_says_what_a_script_keeps(
@@ -380,7 +360,7 @@ def test_ranks_that_may_take_different_numbers_of_steps_are_not_tuned() -> None:
 @pytest.mark.parametrize(
     ("wrapper", "values"),
     [
-        ("ddp", [{"precision": "bf16"}, {"bf16_reduce": True}, {"fused_optimizer": True}]),
+        ("ddp", [{"precision": "bf16"}, {"fused_optimizer": True}]),
         ("fsdp", [{"precision": "bf16", "bf16_reduce": True}, {"fused_optimizer": True}]),
     ],
 )
@@ -397,7 +377,7 @@ def test_ranks_compare_with_fp32_and_agree(
 
 
 def test_a_fault_of_one_rank_is_the_verdict_of_all(tmp_path: Path) -> None:
-    values: list[dict[str, Value]] = [{"precision": "bf16"}, {"bf16_reduce": True}]
+    values: list[dict[str, Value]] = [{"precision": "bf16"}, {"fused_optimizer": True}]
     how = {"fault": 1.5}
     found = run_job(tmp_path, wrapper="ddp", how=how, values=values, compares=True, steps=20)
     assert found[0]["results"] == found[1]["results"]

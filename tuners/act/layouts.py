@@ -65,8 +65,7 @@ def can_rebuild(outer: nn.Module) -> bool:
 
 
 def rebuild(outer: nn.Module) -> None:
-    """Have DistributedDataParallel use weights' present strides, and its present hooks; all
-    processes at the same step.
+    """Have DistributedDataParallel use weights' present strides; all processes at the same step.
 
     It writes gradients with the strides that weights had when its reducer was made, and reads
     gradients with the present strides (torch 2.11, reducer.cpp, `populate_bucket_views_out`).
@@ -77,5 +76,3 @@ def rebuild(outer: nn.Module) -> None:
             parameters, sparse = parallel._build_params_for_reducer()
             names = parallel._build_debug_param_to_name_mapping(parameters)
             parallel._ddp_init_helper(parameters, sparse, names, parallel.static_graph)
-            for hook, state in parallel._comm_hooks:
-                torch._C._distributed_c10d._register_comm_hook(parallel.reducer, state, hook)

@@ -1,15 +1,14 @@
-"""Settings of DistributedDataParallel and FSDP2 (`fully_shard`), changed between two steps.
+"""Settings of FSDP2 (`fully_shard`), changed between two steps. Those of DistributedDataParallel
+gain nothing (docs/several_gpus.md).
 
-DistributedDataParallel gets a new reducer, as its `__setstate__` makes one. Of FSDP2's private
-state (torch/distributed/fsdp/_fully_shard, torch 2.6 to 2.14), these attributes are set, as its own
-setters and constructor set them: `post_forward_mesh_info`, `_mp_policy` with `mp_policy`, and a
-parameter's gathered copies.
+Of FSDP2's private state (torch/distributed/fsdp/_fully_shard, torch 2.6 to 2.14), these attributes
+are set, as its own setters and constructor set them: `post_forward_mesh_info`, `_mp_policy` with
+`mp_policy`, and a parameter's gathered copies.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import itertools
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,22 +20,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from advisor.cache.config import Config, Value
 from advisor.tuners import knobs
-from advisor.tuners.act import layouts, ranks
+from advisor.tuners.act import ranks
 from advisor.tuners.faults import Stopped
 
 _FORMAT = knobs.FORMATS[0]
-_FIXED = "bf16_reduce: DistributedDataParallel has a hook, static graph or mixed precision"
 _JOINED = (
     "ranks under torch's Join take different numbers of steps, and cannot change settings at one"
 )
 _SHARDED = "its weights are sharded: only flags and the loader are tuned"
 _GATHERED = ("all_gather_outputs", "_unsharded_param")
-
-
-def _compress_hook() -> Any:
-    """PyTorch's hook that sends a DistributedDataParallel's gradients in bf16."""
-    module = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks"
-    return importlib.import_module(module).bf16_compress_hook
 
 
 class Shards:
@@ -189,9 +181,7 @@ class Wrappers:
         parallel = [one for one in modules if isinstance(one, DistributedDataParallel)]
         if any(one._join_config.enable for one in parallel):
             raise Stopped("unclear", _JOINED)
-        self._replicas = {one: one._comm_hooks for one in parallel}
-        fixed = not all(map(layouts.can_rebuild, parallel))
-        weights = [w for one in parallel for w in one.module.parameters() if w.requires_grad]
+        self._replicated = [one.process_group for one in parallel]
         fsdp = sys.modules.get("torch.distributed.fsdp")
         sharded = [one for one in modules if isinstance(one, getattr(fsdp, "FSDPModule", ()))]
         self.shards = Shards(sharded)
@@ -199,57 +189,32 @@ class Wrappers:
         older = any(one.startswith(("FullyShardedDataParallel", "DeepSpeed")) for one in kinds)
         self.left_alone = older or self.shards.why_not != ""
         why = f": {self.shards.why_not}" if self.shards.why_not else ""
-        limits = [_SHARDED + why] if self.left_alone else []
-        limits += [_FIXED] if fixed else []
+        self.limits = (_SHARDED + why,) if self.left_alone else ()
         if self.left_alone:
             self.shards = Shards(())
-        self.dtype, self.locked, self.limits = self.shards.dtype, self.shards.locked, (*limits,)
+        self.dtype, self.locked = self.shards.dtype, self.shards.locked
         self.is_sharded = bool(self.shards.modules)
         self.own = self.shards.own
-        offered = [{*self.shards.names}] if self.is_sharded else []
-        if parallel:
-            in_fp32 = all(one.dtype == torch.float32 for one in weights)
-            offered.append({knobs.BF16_REDUCE} if in_fp32 and not fixed else set())
-        found = ranks.common(set.intersection(*offered)) if offered else set[str]()
+        found = ranks.common({*self.shards.names}) if self.is_sharded else set[str]()
         self.names = tuple(sorted(found))
 
     def set(self, rows: Mapping[str, Value]) -> None:
         """Set a config's values that differ from the script's, between two steps. All ranks do it
         at the same step. Knobs that this script does not offer are ignored."""
         given = {name: value for name, value in rows.items() if name in (*self.names, _FORMAT)}
-        self._in_bf16 = bool(given.get(knobs.BF16_REDUCE))
-        for parallel, hooks in self._replicas.items():
-            if self._in_bf16:
-                hooks = [(_compress_hook(), parallel.process_group)]
-            if parallel._comm_hooks != hooks:
-                parallel._comm_hooks = hooks
-                layouts.rebuild(parallel)
         self.shards.set(Config(given))
 
     def reduced(self, gradients: Sequence[Tensor]) -> Sequence[Tensor]:
         """This rank's parts of gradients that are averaged over the ranks, as
         DistributedDataParallel does now; FSDP2 has done it already."""
-        for parallel in [*self._replicas][:1]:
-            group, vector = parallel.process_group, torch.cat([*gradients])
+        for group in self._replicated[:1]:
+            vector = torch.cat([*gradients])
             rank, size = torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
-            if self._in_bf16:
-                vector = _compress_hook()(group, _Bucket(vector)).wait()
-            else:
-                torch.distributed.all_reduce(vector, group=group)
-                vector /= size
+            torch.distributed.all_reduce(vector, group=group)
+            vector /= size
             whole = vector.split([len(one) for one in gradients])
             return [one.tensor_split(size)[rank] for one in whole]
         return gradients
-
-
-@dataclasses.dataclass
-class _Bucket:
-    """In place of a GradBucket."""
-
-    vector: Tensor
-
-    def buffer(self) -> Tensor:
-        return self.vector
 
 
 def local(tensor: Tensor) -> Tensor:
