@@ -21,6 +21,7 @@ from advisor.tuners.fingerprint import is_library
 
 LOOK_STEPS, PROBE_S = 6, 2.0  # steps of each look; seconds of loading batches in this process
 SHOWN_GAIN, SAMPLE_S = 1.02, 0.004  # smaller gains are not reported; seconds between two samples
+GAP_US = 0.5  # between two kernels of a CUDA graph, on an H200 (benchmarks/results/checks.md)
 WAITS = "called a synchronizing CUDA operation"
 _Lines = tuple[tuple[str, int], ...]  # of a stack, the innermost first
 
@@ -63,7 +64,8 @@ class LimitObserver:
                 with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as p:
                     yield from range(LOOK_STEPS)
                 _exchanges, work = spans(p.events(), of_gpu=True)
-                self._busy_s = sum(end - start for start, end in work) / 1e6 / LOOK_STEPS
+                busy_us = sum(end - start + GAP_US for start, end in work)
+                self._busy_s = busy_us / 1e6 / LOOK_STEPS
         for self._step in range(sys.maxsize):
             yield
 
@@ -108,7 +110,8 @@ class LimitObserver:
     def _phase(self, phase: str) -> tuple[dict[int, float], tuple[str, int], float]:
         """(Seconds by step, the innermost line with half of them or more, its share of them)."""
         stacks, took, steps = (defaultdict[Any, float](float) for _ in range(3))
-        for (of, step, lines), seconds in [*self._sampled.items()]:
+        # Copied at once: the other thread goes on sampling.
+        for (of, step, lines), seconds in [*self._sampled.copy().items()]:
             if of == phase:
                 steps[step] += seconds
                 stacks[lines] += seconds
@@ -132,7 +135,7 @@ class LimitObserver:
                     if time.perf_counter() > began + PROBE_S:
                         break
             self._sample_s = (time.perf_counter() - began) / loaded if loaded else 0.0
-        sampled, busy = [*self._sampled.items()], self._busy_s
+        sampled, busy = [*self._sampled.copy().items()], self._busy_s
         if self._unwatched_s:  # watched steps are slower, perhaps because a profiler was there
             busy *= max(1.0, (step_s - loading) / self._unwatched_s)
         _, at, share = self._phase("found loading" if self._sample_s else "loading")
