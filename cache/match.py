@@ -57,11 +57,6 @@ class Query:
         return shapes[0][0] if shapes else None
 
     @property
-    def sample(self) -> tuple[int, ...] | None:
-        shapes = self.given.get("shapes")
-        return shapes[0][1:] if shapes else None
-
-    @property
     def stated(self) -> dict[str, Any]:
         """The wanted fields of a key by name. Libraries are missing: only a record names them."""
         known = rows(Task)
