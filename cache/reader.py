@@ -69,17 +69,9 @@ class RecordFilter:
 
     def keys(self, store: ByteStore) -> list[str]:
         """The keys in a store that may match; all keys, if the store does not search."""
-        narrow = (
-            self.model,
-            self.target,
-            self.file,
-            self.command,
-            self.similar_to,
-            self.id or None,
-        )
-        if not store.searches or narrow == (None,) * 6:
-            return store.keys()
-        return store.search(self.question())
+        narrow = (self.model, self.target, self.file, self.command, self.similar_to)
+        narrowed = self.id or any(one is not None for one in narrow)
+        return store.search(self.question()) if store.searches and narrowed else store.keys()
 
     def question(self) -> dict[str, Any]:
         """The filter as plain data, for a store that searches."""
