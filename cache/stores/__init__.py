@@ -50,16 +50,12 @@ def open_stores(cache: Cache = None, *, fallback: bool = False) -> tuple[ByteSto
     return stores
 
 
-def open_store(url: str | None = None) -> ByteStore:
-    """The store at one URL such as 'dir:/some/folder'; None: the first of `open_stores()`. Nothing
-    is touched yet. Raises UsageError if the scheme is unknown, or what it needs is not installed.
+def open_store(url: str) -> ByteStore:
+    """The store at one URL such as 'dir:/some/folder'. Nothing is touched yet. Raises UsageError if
+    the scheme is unknown, or what it needs is not installed.
 
     A bare path is a `disk` store, or `dir` on a network file system or where such files lie.
     """
-    if url is None:
-        return open_stores()[0]
-    if not isinstance(url, str):  # a script may give anything
-        raise UsageError(f"cache {url!r}: expected a store's URL or a folder")
     found = re.fullmatch(r"([A-Za-z][A-Za-z0-9+.-]+):(.*)", url, re.DOTALL)
     scheme, place = (found[1].lower(), found[2]) if found else ("", url)
     wrong = f"cache URL {without_password(url)!r}"

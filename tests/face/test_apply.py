@@ -20,7 +20,7 @@ import advisor
 from advisor.cache.config import Config
 from advisor.cache.record import Record
 from advisor.cache.records import Records
-from advisor.cache.stores import open_store
+from advisor.cache.stores import open_stores
 from advisor.cache.task import Task
 from advisor.resolve.lookups import broadcast_from_rank0
 from advisor.tuners.act.advice_usage import Served
@@ -65,7 +65,7 @@ def store_record(**changes: Any) -> Record:
     )
     winners = examples.winners(flags_only, fast, free_loop=wide, free_capture=wide)
     record = record_here(examples.choice(DEFAULT, 100.0), winners, trials, **changes)
-    Records(open_store(None)).put(record)
+    Records(open_stores()).put(record)
     return record
 
 

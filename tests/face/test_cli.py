@@ -17,7 +17,7 @@ from advisor.cache.codec import to_plain
 from advisor.cache.config import Config
 from advisor.cache.name import Name
 from advisor.cache.records import Records
-from advisor.cache.stores import open_store
+from advisor.cache.stores import open_stores
 from advisor.cache.task import Task
 from advisor.cli import cli
 from advisor.command_snippets import local_target
@@ -64,7 +64,7 @@ def test_a_record_is_tuned_shown_and_forgotten(
     visits = [(one["number"], one["measurement"]["samples_per_s"]) for one in trials]
     assert [(one["number"], one["samples_per_s"]) for one in parsed] == visits
 
-    store, foreign = open_store(), examples.record()
+    (store,), foreign = open_stores(), examples.record()
     Records(store).put(foreign)
     listed, whole = (advisor(tmp_path, "show", *key).stdout for key in ((), (first["id"][:5],)))
     words = (first["id"], "model.py:Net", "3x8x8", "fresh", "now")
@@ -85,7 +85,7 @@ def test_a_record_is_tuned_shown_and_forgotten(
 
 
 def test_records_that_cannot_be_read_are_named(tmp_path: Path, own_surroundings: Path) -> None:
-    store, unreadable = open_store(), examples.record()
+    (store,), unreadable = open_stores(), examples.record()
     store.put(Name.of(unreadable, b"").text, b"\xc1 is no msgpack")
     listed = advisor(tmp_path, "show")
     assert (listed.stdout, listed.returncode) == ("No record can be read\n", 1)

@@ -23,7 +23,7 @@ from torch import nn
 from advisor.cache.config import BATCH, Config, Value
 from advisor.cache.record import Record, Target
 from advisor.cache.records import Records
-from advisor.cache.stores import open_store
+from advisor.cache.stores import open_stores
 from advisor.cache.task import Task
 from advisor.errors import NoRecord
 from advisor.frameworks import NAMES, tables
@@ -371,7 +371,7 @@ def test_an_accelerator_accepts_the_output(mode: str) -> None:
 def test_emit_prints_settings_or_one_error_line(here: Path) -> None:
     small, own = BF16.at(16), CUDA.at(16)
     record = record_of((BF16, 400.0), (small, 500.0), (own, 90.0), loop=BF16, free_loop=small)
-    Records(open_store(None)).put(record)
+    Records(open_stores()).put(record)
     done = advisor(here, "emit", "lightning", record.id)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == text(emitted("lightning", record))

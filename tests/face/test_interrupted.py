@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from advisor.cache.records import Records
-from advisor.cache.stores import open_store
+from advisor.cache.stores import open_store, open_stores
 from advisor.errors import Busy
 from advisor.persistence import HOST, lock_names, measuring
 from advisor.report.progress import Shown
@@ -52,7 +52,7 @@ def test_tuning_continues_after_kill_9_and_after_ctrl_c(
     assert second.returncode == 1 and second.stderr.count("\n") == 1
     assert second.stderr.startswith(f"advisor: another advisor (process {tuner.pid}) measures on")
     until(lambda: not any(map(alive, workers)))
-    assert Records(open_store(None)).all() == []
+    assert Records(open_stores()).all() == []
     before, visited = log.read_text().count("\ntrial "), Shown.visited
 
     def interrupted(*args: Any) -> None:
@@ -66,7 +66,7 @@ def test_tuning_continues_after_kill_9_and_after_ctrl_c(
     output = done.stdout + done.stderr
     assert "hello" not in output and "goodbye" not in output  # the worker keeps the model's output
     assert "\nInterrupted: the best config so far is kept; the same command" in done.stdout
-    (record,) = Records(open_store(None)).all()
+    (record,) = Records(open_stores()).all()
     numbers = {trial.number for trial in record.trials}
     # The record has the trials of both runs.
     assert len(numbers) == len(record.trials) == before + done.stderr.count("\ntrial ")

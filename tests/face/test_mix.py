@@ -10,7 +10,7 @@ import pytest
 import advisor as package
 from advisor.cache.record import LOOP, Record
 from advisor.cache.records import Records
-from advisor.cache.stores import open_store
+from advisor.cache.stores import open_stores
 from advisor.errors import TargetFailed
 from advisor.tuners.measure.worker.bench import Bench
 from advisor.tuners.measure.worker.child import describe
@@ -58,7 +58,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def only_record() -> Record:
-    (record,) = Records(open_store()).all()
+    (record,) = Records(open_stores()).all()
     return record
 
 

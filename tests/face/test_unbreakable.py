@@ -21,7 +21,7 @@ from torch import nn
 import advisor
 from advisor.cache import asking
 from advisor.cache.records import Records
-from advisor.cache.stores import open_store
+from advisor.cache.stores import open_stores
 from advisor.cache.stores.dir import DirStore
 from advisor.tuners.knobs import TORCH
 from tests.builders import lookup_arguments
@@ -303,7 +303,7 @@ def test_advice_equal_to_the_default_changes_nothing(
     """Also if the user has set the flags to other values."""
     made = store_record()
     same = tuple(replace(one, choice=made.baseline) for one in made.winners)
-    Records(open_store(None)).put(replace(made, winners=same, revised=time.time()))
+    Records(open_stores()).put(replace(made, winners=same, revised=time.time()))
     precision, threads = torch.get_float32_matmul_precision(), torch.get_num_threads()
     try:
         if changed:

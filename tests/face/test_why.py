@@ -14,7 +14,7 @@ import advisor as package
 from advisor.cache.config import Config
 from advisor.cache.record import Record
 from advisor.cache.records import Records
-from advisor.cache.stores import open_store
+from advisor.cache.stores import open_store, open_stores
 from advisor.cache.task import Task
 from advisor.open_store import open_records
 from advisor.resolve.failures import Failures
@@ -88,7 +88,7 @@ def test_a_planted_record_is_refused_with_its_reason(here: Path) -> None:
 
 
 def test_signed_only_refuses_unsigned_records(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    Records(open_store()).put(made())
+    Records(open_stores()).put(made())
     monkeypatch.setenv("ADVISOR_SECRET", "what openssl printed")
     monkeypatch.setenv("ADVISOR_SIGNED_ONLY", "1")
     advice, warning = look_up()
@@ -153,7 +153,7 @@ class TestSeveralStores:
     def test_a_strangers_record_answers_if_the_users_own_cannot(self, here: Path) -> None:
         """The user's own record was measured at another batch."""
         store_record(made(shapes=((2, 3, 8, 8),)))
-        Records(open_store()).put(made(FAST.replace(threads=1)))
+        Records(open_stores()).put(made(FAST.replace(threads=1)))
         advice, _warning = look_up()
         assert advice.config["threads"] == 1 and advice.served.reason.endswith("; unsigned")
 
