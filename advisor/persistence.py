@@ -98,7 +98,7 @@ def _versions(records: Records, record: Record) -> list[tuple[ByteStore, Name]]:
         for one in records.held(same)
         if bool(one.record.key.task.command) != bool(key.task.command)
     }
-    versions = records.versions(record)
+    versions = records.versions(key.id, record.batch)
     return [(store, name) for store, name in versions if name.target not in others]
 
 

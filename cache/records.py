@@ -22,7 +22,6 @@ from advisor.cache.record import Record
 from advisor.cache.settings import max_artifacts
 from advisor.cache.signing import NO_KEYS, KeyRing
 from advisor.cache.stores import ByteStore, Remote, studies_of
-from advisor.cache.stores.filesystem import study_file
 from advisor.errors import RecordDamaged, StoreError, UsageError
 
 T = TypeVar("T")
@@ -63,10 +62,6 @@ class Records:
     @property
     def studies(self) -> Path:
         return studies_of(self.stores)
-
-    def study(self, name: str) -> Path:
-        """The file 'NAME.journal' or 'NAME.lock' of a study."""
-        return study_file(self.studies, name)
 
     def is_ours(self, key: StoreKey) -> bool:
         """Whether the reader or their team wrote this key; True for a reader without any secret."""
@@ -147,25 +142,20 @@ class Records:
             raise RecordDamaged("; ".join(self.damaged))
         return found[0]
 
-    def named(self, id_prefix: str | None = None) -> list[tuple[ByteStore, Name]]:
-        """Every version, readable or not, of the one record that a text names as in `one`; for
-        None, of all records."""
-        if id_prefix is None:
-            return self._named("")
-        found = self._named(*_id(id_prefix))
+    def named(self, id_prefix: str) -> list[tuple[ByteStore, Name]]:
+        """The `versions` of the one record that a text names as in `one`."""
+        found = self.versions(*_id(id_prefix))
         _check_one({name.record_id for _store, name in found}, id_prefix)
         return found
 
-    def versions(self, record: Record) -> list[tuple[ByteStore, Name]]:
-        """Every version of a record in all stores that can be read."""
-        return self._named(record.key.id, record.batch)
-
-    def _named(self, start: str, batch: int | None = None) -> list[tuple[ByteStore, Name]]:
+    def versions(self, id: str = "", batch: int | None = None) -> list[tuple[ByteStore, Name]]:
+        """Every version, readable or not, of the records whose key's id begins with `id`, at this
+        batch or any; in all stores that can be read."""
         return [
             (store, name)
             for store, names in self.of_each(self.names, needs_one=False)
             for name in names
-            if name.id.startswith(start) and batch in (None, name.batch)
+            if name.id.startswith(id) and batch in (None, name.batch)
         ]
 
     def put(self, record: Record, *, revises: Record | None = None) -> ByteStore:

@@ -132,7 +132,7 @@ def forget(key: str | None, everything: bool, cache: str | None) -> Parts:
     if (key is None) == (not everything):
         raise UsageError("name one KEY, or --all; to see the keys, run: advisor show")
     records = open_records(cache)
-    versions = records.named(key)
+    versions = records.versions() if key is None else records.named(key)
     stuck = [f"{line}; nothing was removed from this store" for line in records.unreachable]
     readable: dict[str, Record] = {}
     with contextlib.suppress(StoreError):

@@ -12,7 +12,7 @@ from pathlib import Path
 from advisor.cache.config import Config
 from advisor.cache.key import fingerprint
 from advisor.cache.record import Record
-from advisor.cache.stores.filesystem import make_folder, read_regular
+from advisor.cache.stores.filesystem import make_folder, read_regular, study_file
 from advisor.cache.stores.timeout import run_with_timeout
 from advisor.cache.task import Task
 from advisor.errors import StoreError, UsageError, printable
@@ -35,7 +35,7 @@ class Failures:
     def _file(self, config: Config) -> Path:
         run = fingerprint([self.model, self.task.decisive, self.task.batch])[:12]
         records = open_records(self.cache, patient=False, fallback=True)
-        return records.study(f"{run}-{config.knobs.digest}.failed")
+        return study_file(records.studies, f"{run}-{config.knobs.digest}.failed")
 
     def keep(self, config: Config, why: str) -> bool:
         """Store that a config failed, and why. Returns whether that was possible."""

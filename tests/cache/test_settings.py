@@ -11,7 +11,7 @@ import pytest
 from advisor.cache.records import Records
 from advisor.cache.settings import cache_urls
 from advisor.cache.stores import open_store, open_stores, store_note
-from advisor.cache.stores.filesystem import network
+from advisor.cache.stores.filesystem import network, study_file
 from advisor.cache.stores.url import without_password
 from advisor.errors import StoreError, UsageError
 from advisor.persistence import locked
@@ -222,11 +222,11 @@ def test_a_silent_server_times_out() -> None:
 
 
 def test_studies_are_stored_next_to_the_records(tmp_path: Path) -> None:
-    records = Records(open_store(f"dir:{tmp_path}/s"))
-    assert records.study("0a1b@64-2.journal") == tmp_path / "s" / "studies" / "0a1b@64-2.journal"
+    folder = Records(open_store(f"dir:{tmp_path}/s")).studies
+    assert study_file(folder, "0a1b@64-2.journal") == tmp_path / "s/studies/0a1b@64-2.journal"
     for name in ("../x", "/etc/x", "a/b", "", ".x", "0a.journal.lock.x", "0a\n"):
         with pytest.raises(UsageError, match="expected KEY@BATCH"):
-            records.study(name)
+            study_file(folder, name)
 
 
 def test_symbolic_links_among_studies_are_not_followed(tmp_path: Path) -> None:
@@ -239,10 +239,10 @@ def test_symbolic_links_among_studies_are_not_followed(tmp_path: Path) -> None:
     (tmp_path / "t" / "studies").symlink_to(tmp_path)
     planted = Records(open_store(f"dir:{tmp_path}/t"))
     for act in (
-        lambda: records.study("0a.journal"),
+        lambda: study_file(records.studies, "0a.journal"),
         lambda: locked(folder, "0a@64").__enter__(),
         lambda: planted.studies,
-        lambda: planted.study("0b.journal"),
+        lambda: study_file(tmp_path / "t" / "studies", "0b.journal"),
     ):
         with pytest.raises(StoreError, match="is a link"):
             act()

@@ -114,8 +114,8 @@ class TestContract:
         assert records.get(one.id) == named  # same key: the newest
         assert [held.record for held in records.newest(1)] == [named] and records.left == 1
         assert len(records.newest(2)) == 2 and records.left == 0
-        assert len(records.remove(records.versions(two))) == 1
-        assert records.versions(two) == [] and len(records.all()) == 1
+        assert len(records.remove(records.versions(two.key.id, two.batch))) == 1
+        assert records.versions(two.key.id, two.batch) == [] and len(records.all()) == 1
 
     def test_a_damaged_record_is_skipped_and_named(self, store: ByteStore) -> None:
         records = Records(store)

@@ -92,7 +92,7 @@ def record(here: Path) -> Record:
         trials=(measured(DEFAULT, 100.0), measured(COMPILED, 150.0), verified(COMPILED)),
     )
     records = open_records(None)
-    records.remove(records.named())
+    records.remove(records.versions())
     records.put(made)
     return made
 

@@ -372,7 +372,7 @@ def test_code_that_only_the_record_names_is_not_run(
 def replace_record(record: Record) -> Record:
     """Replace the only record by another one."""
     records, before = stored()
-    records.remove(records.versions(before))
+    records.remove(records.versions(before.key.id, before.batch))
     records.put(record)
     return record
 
