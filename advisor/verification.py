@@ -14,7 +14,7 @@ from typing import cast
 from advisor.arguments import Model, OnEvent, progress_of, split, urls_of
 from advisor.cache.config import Config
 from advisor.cache.kinds import Duration
-from advisor.cache.record import FLAGS, PILOT, RACED, Part, Record, Trial
+from advisor.cache.record import FLAGS, PILOT, USES, Part, Record, Trial
 from advisor.cache.records import Records
 from advisor.cache.settings import Cache
 from advisor.cache.shown import speedup, tells, times
@@ -147,7 +147,7 @@ def verify(
     """
     with _opened("verify", key, what, map, budget, store, on_event) as again:
         record, base, advised = again.record, again.base, again.advised
-        uses = (FLAGS, PILOT) if record.key.task.command else RACED
+        uses = (FLAGS, PILOT) if record.key.task.command else USES
         winners = {use: record.winner(use).config for use in uses}
         how, trial = again.compare(advised)
         outcome = trial.measurement.outcome if trial else ""

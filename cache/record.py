@@ -22,7 +22,7 @@ WITHIN, CUT_SHORT = "within", "interrupted"
 """Efforts below EFFORTS: WITHIN a real run while it went on, CUT_SHORT by Ctrl-C."""
 USES = ("flags", "pilot", "loop", "capture")
 """How much of its advice a script can follow, the least first; each includes those before it."""
-FLAGS, PILOT, LOOP, CAPTURE = RACED = USES
+FLAGS, PILOT, LOOP, CAPTURE = USES
 
 ROUNDING = 1e-6  # relative difference that is allowed between a claim and its measurements
 TRIMMED = 1 / 6

@@ -8,17 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from advisor.cache.config import Config
-from advisor.cache.record import (
-    CAPTURE,
-    CUT_SHORT,
-    FLAGS,
-    LOOP,
-    RACED,
-    USES,
-    Choice,
-    Measurement,
-    Record,
-)
+from advisor.cache.record import CAPTURE, CUT_SHORT, FLAGS, LOOP, USES, Choice, Measurement, Record
 from advisor.cache.shown import interval, times
 from advisor.errors import NoRecord
 from advisor.resolve.request import Request
@@ -86,7 +76,7 @@ def _steady(record: Record, request: Request) -> Served:
         request = dataclasses.replace(request, batch=choice.batch)
     if request.batch != choice.batch or not request.allows(record, choice):
         return _best(record, request)
-    winners = {use: record.winner(use, free=request.free) for use in RACED}
+    winners = {use: record.winner(use, free=request.free) for use in USES}
     wider = USES[USES.index(request.use) + 1 :]
     allowed = {u: one for u, one in winners.items() if u in wider or request.allows(record, one)}
     baseline = record.key.task.baseline

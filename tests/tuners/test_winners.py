@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from advisor.cache.config import Config
-from advisor.cache.record import RACED, Choice
+from advisor.cache.record import USES, Choice
 from advisor.errors import WorkerError
 from advisor.tuners import knobs
 from advisor.tuners.search.race import SearchResult, choose
@@ -112,7 +112,7 @@ def test_winner_has_an_interval_and_its_peak_memory() -> None:
 
 def test_winner_of_each_use_is_the_best_that_the_use_can_apply() -> None:
     result = choose(SPACE, turns({TF32: 120.0, BF16: 150.0, CAPTURED: 400.0}), {})
-    winners = [winner(result, use) for use in RACED]
+    winners = [winner(result, use) for use in USES]
     assert [one.config for one in winners] == [TF32, BF16, BF16, CAPTURED]
     # Each speed-up is relative to torch's default at the user's batch size.
     assert [round(one.speedup, 3) for one in winners] == [1.2, 1.5, 1.5, 4.0]
@@ -129,7 +129,7 @@ def test_winner_of_each_use_is_the_best_that_the_use_can_apply() -> None:
 def test_every_winner_is_clearly_faster_or_the_default(rates: dict[Config, list[float]]) -> None:
     result = choose(SPACE, {PLAIN: [100.0, 101.0, 99.0]} | rates, {})
     assert {(one.use, one.free) for one in result.winners} == {
-        (use, free) for use in RACED for free in (False, True)
+        (use, free) for use in USES for free in (False, True)
     }
     for one in result.winners:
         choice = one.choice

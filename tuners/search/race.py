@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from advisor.cache.config import Config
-from advisor.cache.record import RACED, Choice, Trial, Winner
+from advisor.cache.record import USES, Choice, Trial, Winner
 from advisor.cache.shown import speedup, tells, times
 from advisor.errors import WorkerError
 from advisor.tuners import knobs
@@ -157,7 +157,7 @@ def _at_batch(space: Space, choices: dict[Config, Choice]) -> _ByUse:
     """For each use, the fastest choice at the user's batch; a lesser use's if that is as fast."""
     found: _ByUse = {}
     held = choices[space.default]
-    for use in RACED:
+    for use in USES:
         better = [c for c in _better(space, choices, use) if c.batch == space.batch]
         if better:
             best = _lightest(space, better)
@@ -170,8 +170,8 @@ def _free(space: Space, choices: dict[Config, Choice], fixed: _ByUse) -> _ByUse:
     """For each use, the choice at the smallest batch that is nearly the fastest, or at the user's
     batch if that is as fast."""
     found: _ByUse = {}
-    held = fixed[RACED[0], False]
-    for use in RACED:
+    held = fixed[USES[0], False]
+    for use in USES:
         at_user = fixed[use, False]
         if held.batch == space.batch or paired(at_user.rounds, held.rounds).faster:
             held = at_user

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from advisor.cache.config import BATCH, Config, Value
 from advisor.cache.key import fingerprint
-from advisor.cache.record import PILOT, RACED, USES
+from advisor.cache.record import PILOT, USES
 from advisor.tuners import knobs
 from advisor.tuners.knobs import COMPUTE, INPUT, SearchContext
 
@@ -63,10 +63,10 @@ class Space:
 
     @property
     def uses(self) -> tuple[str, ...]:
-        """The uses in RACED that parts of the space need, the widest first."""
+        """The uses that parts of the space need, the widest first."""
         changes = [Config({n: value}) for n, values in self.choices.items() for value in values]
         needed = {knobs.use_of(self.default | one, self.default) for one in changes}
-        return tuple(use for use in reversed(RACED) if use in needed)
+        return tuple(use for use in reversed(USES) if use in needed)
 
     def leave_out(self, unwanted: Callable[[str, Value], bool]) -> None:
         """Offer no unwanted value, except as a knob's first one."""
