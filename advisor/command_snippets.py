@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from advisor.arguments import Permit
 from advisor.cache import settings
 from advisor.cache.config import BATCH
+from advisor.cache.kinds import quoted
 from advisor.cache.match import Difference, compare
 from advisor.cache.record import EFFORTS, PILOT, Record, Target
 from advisor.cache.stores import open_stores
@@ -65,7 +66,7 @@ def _line(record: Record, task: Task, cache: Cache = None, *, free: bool = False
     if task.command:
         options = [*_mapped(record, free=free), *_loader(record), *_cache(cache)]
         return _shell_line("run", *options, run=task.command)
-    target = _quoted(task.target)
+    target = quoted(task.target)
     given = {row.keyword: row.kind.literal(held) for row, held in changed(task) if row.asked}
     shape = [f"shape={given.pop('shape')}"] if "shape" in given else []
     permitted = [f"{name}={given.pop(name)}" for name in _PERMITTED if name in given]
@@ -74,7 +75,7 @@ def _line(record: Record, task: Task, cache: Cache = None, *, free: bool = False
     if permitted:
         words.append(f"permit=advisor.Permit({', '.join(permitted)})")
     if stores := _other_stores(cache):
-        words.append(f"store={_quoted(stores[0]) if len(stores) == 1 else list(stores)}")
+        words.append(f"store={quoted(stores[0]) if len(stores) == 1 else list(stores)}")
     return f"advice = advisor.apply({', '.join(words)})"
 
 
@@ -100,10 +101,6 @@ def _loader(record: Record) -> list[str]:
     return (
         ["--loader", "override"] if changes and own and WORKERS not in record.key.task.map else []
     )
-
-
-def _quoted(text: str) -> str:
-    return f'"{text}"' if text.isprintable() and not set(text) & {'"', "\\"} else repr(text)
 
 
 def _other_stores(cache: Cache) -> tuple[str, ...]:

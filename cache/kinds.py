@@ -60,15 +60,15 @@ class Kind(Generic[T]):
 
     def literal(self, value: Any) -> str:
         if isinstance(value, Mapping):
-            pairs = (f"{_quoted(name)}: {_quoted(held)}" for name, held in value.items())
+            pairs = (f"{quoted(name)}: {quoted(held)}" for name, held in value.items())
             return f"{{{', '.join(pairs)}}}"
         if isinstance(value, tuple):
             alone = self.repeats and len(value) == 1
-            return _quoted(value[0]) if alone else f"[{', '.join(map(_quoted, value))}]"
-        return _quoted(self.texts(value)[0] if self.has_unit else value)
+            return quoted(value[0]) if alone else f"[{', '.join(map(quoted, value))}]"
+        return quoted(self.texts(value)[0] if self.has_unit else value)
 
 
-def _quoted(value: object) -> str:
+def quoted(value: object) -> str:
     """repr() with double quotes if that is as short."""
     text = repr(value)
     plain = text.startswith("'") and '"' not in text and "\\" not in text
