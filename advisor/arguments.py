@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
 OnEvent = Callable[[Mapping[str, Any]], None]
 """A function that is called with a dictionary for each event; see `advisor.tune`."""
-_KEYWORDS = {"args": "model_args", "time": "budget"}
-"""Fields that have another keyword in a Task or a Plan."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +30,10 @@ class _Arguments:
     def given(self) -> dict[str, Any]:
         """The fields that are not None, except the target, by their keyword in a Task or a Plan."""
         fields = {one.name: getattr(self, one.name) for one in dataclasses.fields(self)}
-        length = length_given(fields.pop("length", None))
-        return length | {
-            _KEYWORDS.get(name, name): value
+        length = "duration" if isinstance(fields.get("length"), str) else "steps"
+        other_names = {"args": "model_args", "time": "budget", "length": length}
+        return {
+            other_names.get(name, name): value
             for name, value in fields.items()
             if value is not None and name != "target"
         }
@@ -132,13 +131,6 @@ class Budget(_Arguments):
     seed: int | None = None
     force: bool | None = None
     price: float | str | None = None
-
-
-def length_given(length: int | str | None) -> dict[str, Any]:
-    """The length of a job as a field of a Plan: `duration` for a text, else `steps`."""
-    if length is None:
-        return {}
-    return {"duration" if isinstance(length, str) else "steps": length}
 
 
 def split(what: str | Model | Sequence[str] | None) -> tuple[Model, tuple[str, ...]]:

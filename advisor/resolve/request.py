@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from advisor.arguments import Model, Permit, length_given, urls_of
+from advisor.arguments import Budget, Model, Permit, urls_of
 from advisor.cache.config import Config
 from advisor.cache.kinds import Duration
 from advisor.cache.match import Query
@@ -81,7 +81,7 @@ class Request:
                 "out, or measure the target before, with advisor tune"
             )
         batch, capture = own.pop("batch", None), own.pop("capture", False)
-        plan = Plan.of(length_given(own.pop("length", None)))
+        plan = Plan.of(Budget(length=own.pop("length", None)).given)
         unchanged = {name: own.pop(name) for name in ("fits", "quiet") if name in own}
         cache = urls_of(own.pop("store", None))
         check_type("capture", capture, bool | None, "True or False")
