@@ -102,16 +102,7 @@ def spec_of(text: str) -> Spec:
     try:
         return parse(text)
     except UsageError:
+        script = getattr(sys.modules.get("__main__"), "__file__", None)
         with contextlib.suppress(UsageError):
-            return parse(text, base=script().parent)
+            return parse(text, base=Path(script or "").parent)
         raise
-
-
-def script() -> Path:
-    """The running script's file; without a script, a path that does not exist."""
-    file = getattr(sys.modules.get("__main__"), "__file__", None)
-    if not file:
-        return Path("(no script)")
-    with contextlib.suppress(FileNotFoundError):  # the current folder is gone
-        return Path(file).absolute()
-    return Path(file)
