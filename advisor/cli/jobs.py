@@ -10,21 +10,8 @@ import click
 
 from advisor.cache.settings import server_url
 from advisor.cache.task import Task
-from advisor.cli.options import (
-    DONE,
-    FAILED,
-    Number,
-    OrCommand,
-    Output,
-    Parts,
-    collected,
-    json_line,
-    json_option,
-    json_or_text,
-    option,
-    row_options,
-    target_argument,
-)
+from advisor.cli import options
+from advisor.cli.options import DONE, FAILED, Number, OrCommand, Output, Parts, json_or_text, option
 from advisor.client import Client, prepare
 from advisor.errors import UsageError
 from advisor.jobs.spec import STATES, JobSpec
@@ -55,18 +42,18 @@ follow_option = click.option(
 
 
 @click.command(cls=OrCommand)
-@target_argument
+@options.target_argument
 @option("--gpu TEXT", "A part of the GPU's name, for example H100.", default="")
 @option(
     "--gpus N", "How many GPUs of one machine; 0 for the CPU.  [default: 1]", type=Number(0, 64)
 )
 @option("--pip REQUIREMENT", "On Ray: install this first; repeat for more.", multiple=True)
 @option("--container IMAGE", "On Ray: the image to run in.")
-@row_options(Task)
-@row_options(Plan)
+@options.row_options(Task)
+@options.row_options(Plan)
 @server_option
 @follow_option
-@json_option
+@options.json_option
 def submit(
     target: str | None,
     command: tuple[str, ...],
@@ -77,7 +64,7 @@ def submit(
     server: str | None,
     follow: bool,
     as_json: bool,
-    **options: Any,
+    **given: Any,
 ) -> None:
     """Submit a job: the server tunes your run, or a model, on a machine that has the GPU.
 
@@ -85,7 +72,7 @@ def submit(
     is sent along: files that git tracks or does not ignore (without git, this whole folder), except
     files that .advisorignore names. A repeated request returns the same job.
     """
-    given = collected(Plan, options) | collected(Task, options)
+    given = options.collected(Plan, given) | options.collected(Task, given)
     if wrong := next((one for one in pip if len(one.split()) != 1), None):
         raise UsageError(f"--pip {wrong!r}: expected one requirement without blanks, as timm>=1.0")
     env = {name: text for name, text in (("pip", " ".join(pip)), ("container", container)) if text}
@@ -106,7 +93,9 @@ def submit(
     elif as_json:
         sent = dataclasses.asdict(code) if code else {}
         sent |= {"archive": len(code.archive), "root": str(code.root)} if code else {}
-        click.echo(json_line(dataclasses.asdict(job) | {"code": sent or None, "page": page}))
+        click.echo(
+            options.json_line(dataclasses.asdict(job) | {"code": sent or None, "page": page})
+        )
 
 
 def _show_log(client: Client, id: int, follow: bool, as_json: bool) -> None:
@@ -118,7 +107,7 @@ def _show_log(client: Client, id: int, follow: bool, as_json: bool) -> None:
     job = client.job(id) if follow else None
     if as_json:
         document = dataclasses.asdict(job) if job else {"id": id}
-        click.echo(json_line(document | {"log": log}))
+        click.echo(options.json_line(document | {"log": log}))
     elif job:
         why = f": {job.reason}" if job.reason else ""
         record = f"; to see its record: advisor show {job.record}" if job.record else ""
@@ -161,7 +150,7 @@ def jobs(id: int | None, states: tuple[str, ...], most: int, server: str | None)
 @click.argument("id", type=_ID)
 @follow_option
 @server_option
-@json_option
+@options.json_option
 def logs(id: int, follow: bool, server: str | None, as_json: bool) -> None:
     """Show the log of the job ID. With -f the exit code is 0 if the job is done, 1 otherwise."""
     _show_log(_client(server), id, follow, as_json)
@@ -211,7 +200,7 @@ def _port(_context: object, _option: object, text: str) -> int:
     multiple=True,
 )
 @option("--url URL", "Of this server, for workers  [default: its own address]", default="")
-@json_option
+@options.json_option
 def serve(database: str | None, executors: tuple[str, ...], as_json: bool, **where: Any) -> None:
     """Serve records to a team, and run the jobs that the team submits.
 
@@ -221,7 +210,7 @@ def serve(database: str | None, executors: tuple[str, ...], as_json: bool, **whe
 
     def say(address: str, token: str | None) -> None:
         shown = f"admin token, shown this once: {token}\n" if token is not None else ""
-        document = json_line({"address": address, "admin_token": token})
+        document = options.json_line({"address": address, "admin_token": token})
         click.echo(document if as_json else f"{shown}serving on {address}")
 
     run, opened = _opened(database)
