@@ -346,16 +346,15 @@ class Tuning:
         """Store the record, unless it is uncertain and a clear one is `known`; or, if it advises
         nothing, any that does. `replaces`: remove earlier versions, whatever their effort."""
         remarks, none = found.remarks, not advises(record)
-        held = (one for one in known if not one.stale)
+        held = (one for one in known if not one.stale and not is_clear(record))
         stays = [one for one in held if is_clear(one) or (none and advises(one))]
-        clear = max(stays, key=lambda one: one.provenance.created, default=None)
-        earlier = clear is not None and not is_clear(record)
-        if clear is not None and earlier:
+        earlier = max(stays, key=lambda one: one.provenance.created, default=None)
+        if earlier is not None:
             remarks += (
                 "This tuning was cut short, raced nothing or was too noisy to tell: the earlier "
                 "record stays in use, and is shown here.",
             )
-            record = self._named(clear)
+            record = self._named(earlier)
         else:
             store = keep(self.records, record, replaces, self.progress)
             keep_artifacts(self.records, record, found.artifacts, store, self.progress)
@@ -364,7 +363,7 @@ class Tuning:
             known=False,
             finished=record.compares or not self.space.is_choice or found.exhausted,
             interrupted=found.interrupted,
-            earlier=earlier,
+            earlier=earlier is not None,
             remarks=remarks,
         )
 
