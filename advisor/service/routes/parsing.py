@@ -60,14 +60,10 @@ def found(thing: Thing | None, what: str = "such thing") -> Thing:
     return thing
 
 
-async def _body(request: Request) -> bytes:
-    return await request.body()
-
-
-async def _large_body(request: Request) -> AsyncIterator[bytes]:
+async def _body(request: Request) -> AsyncIterator[bytes]:
     yield await request.body()
 
 
 Body = Annotated[bytes, Depends(_body)]
-LargeBody = Annotated[bytes, Depends(_large_body, max_concurrency=MAX_LARGE)]
+LargeBody = Annotated[bytes, Depends(_body, max_concurrency=MAX_LARGE)]
 """A body that is held in memory with at most MAX_LARGE - 1 others."""
