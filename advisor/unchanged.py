@@ -65,7 +65,7 @@ class CommandCall:
             kept = json.loads(self._file.read_text())
             if not self._state or kept["state"] != self._state:
                 return None
-            record = self.records.get(kept["record"])
+            record = self.records.one(kept["record"]).record
             key = record.key
             device, ranks = device_for(record), key.task.processes
             here = Query(

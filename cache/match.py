@@ -239,15 +239,13 @@ class SimilarRecord(Struct, frozen=True, kw_only=True):
     what: str
 
 
-def find_similar(key: Key, family: str, records: Iterable[Record]) -> list[SimilarRecord]:
-    """Records similar to a key, the nearest first: of the key itself; of the same model under other
-    software, at another sample, with other permissions, on another device of the architecture;
-    then of its family, in the same order. Among equals this batch comes first, then the newest."""
+def find_similar(key: Key, records: Iterable[Record]) -> list[SimilarRecord]:
+    """Similar records of a key's model or family, nearest first: of the key; of the model under
+    other software, at another sample, with other permissions, on another device of the
+    architecture; then of the family, in this order. Of equals this batch first, then the newest."""
     want = fields(key)
     found: list[tuple[Standing, SimilarRecord]] = []
     for record in records:
-        if record.key.model != key.model and (not family or record.family != family):
-            continue
         if similar := relation(want, fields(record.key)):
             near, what = similar
             order = *near, record.batch != key.task.batch, -record.provenance.created

@@ -127,10 +127,7 @@ class Records:
     def similar(self, key: Key, family: str) -> list[SimilarRecord]:
         """Records of a key's model and family, the nearest first."""
         wanted = RecordFilter(similar_to=key, family=family, most=MAX_SIMILAR)
-        return find_similar(key, family, [one.record for one in self.held(wanted)])
-
-    def get(self, id_prefix: str) -> Record:
-        return self.one(id_prefix).record
+        return find_similar(key, [one.record for one in self.held(wanted)])
 
     def one(self, id_prefix: str) -> StoredRecord:
         """The only record whose id starts with a text: 'abc', 'ae1bff61eea5', 'ae1bff61eea5@64'."""

@@ -138,7 +138,7 @@ def report(key: str, file: Path, cache: str | None) -> Parts:
     from advisor.cache.stores.filesystem import write_whole
     from advisor.report.html import page
 
-    text = page(open_records(cache, fallback=True).get(key), cache)
+    text = page(open_records(cache, fallback=True).one(key).record, cache)
     if to_file := str(file) != "-":
         write_whole(file, text.encode())
     yield f"page: {file}" if to_file else text
@@ -161,7 +161,7 @@ def emit(framework: str, key: str, batch: str | None, cache: str | None) -> Part
     free = batch == "free"
     if batch is not None and not free and not (batch.isdecimal() and int(batch)):
         raise UsageError(f"--batch {batch!r}: expected a number of at least 1, or free")
-    record = open_records(cache, fallback=True).get(key)
+    record = open_records(cache, fallback=True).one(key).record
     number = int(batch) if batch and not free else None
     found = text.Emitted(getattr(tables, framework), record, batch=number, free=free)
     yield text.text(found).removesuffix("\n")
@@ -177,7 +177,7 @@ def patch(key: str, script: Path | None, cache: str | None) -> Parts:
     """Print the record KEY as a diff of your SCRIPT, for patch -p1 or git apply."""
     from advisor.frameworks.patching import ScriptPatch
 
-    record = open_records(cache, fallback=True).get(key)
+    record = open_records(cache, fallback=True).one(key).record
     command = record.key.task.command
     scripts = [Path(word) for word in command if word.endswith(".py")]
     if script is None and not scripts:

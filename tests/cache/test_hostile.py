@@ -118,7 +118,7 @@ def run_commands(case: hostile.Case, records: Records, tmp_path: Path, removes: 
         lambda: list(exchange.copy_records(exchange.contents(store), Records(target), target)),
         lambda: records.put(record(created=1.71e9)),
         lambda: records.studies,
-        lambda: records.get(record().id),
+        lambda: records.one(record().id),
     ):
         try:
             act()

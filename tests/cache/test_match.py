@@ -7,6 +7,7 @@ import pytest
 from advisor.cache.config import Config
 from advisor.cache.key import PLACE, VARIANT
 from advisor.cache.match import Query, best, compare, find_similar
+from advisor.cache.reader import RecordFilter
 from advisor.cache.task import PERMITTED
 from tests.cache.examples import ENVIRONMENT, KEY, changed, record
 from tests.cache.test_key import other_value
@@ -163,11 +164,10 @@ def test_find_similar_orders_by_similarity() -> None:
         replace(record(key=other), family="f0"),
         replace(record(key=changed(other, "shapes", (3, 8, 8))), family="f0"),
     ]
-    strangers = [
-        replace(record(key=other), family="f1"),
-        record(key=changed(KEY, "device.capability", "8.0")),
-    ]
-    found = find_similar(KEY, "f0", [*strangers, *reversed(known)])
+    elsewhere = changed(KEY, "device.capability", "8.0")
+    strangers = [replace(record(key=other), family="f1"), record(key=elsewhere)]
+    wanted = RecordFilter(similar_to=KEY, family="f0")
+    found = find_similar(KEY, filter(wanted.matches, [*strangers, *reversed(known)]))
     assert [one.record for one in found] == known
     assert [one.what for one in found] == [
         "the same, measured before",
@@ -179,7 +179,7 @@ def test_find_similar_orders_by_similarity() -> None:
         "a model of the same family",
         "a model of the same family, shapes 3x8x8 -> 3x256x256",
     ]
-    assert find_similar(KEY, "", strangers) == []
+    assert find_similar(KEY, filter(RecordFilter(similar_to=KEY).matches, strangers)) == []
 
 
 @pytest.mark.parametrize(

@@ -92,7 +92,7 @@ def test_several_stores_act_as_one(tmp_path: Path) -> None:
     assert several.put(VERSIONS[0]) is first
     assert "127.0.0.1:1" in several.unreachable[0]
     Records(second).put(VERSIONS[1])
-    assert several.all() == [VERSIONS[1]] == [several.get(VERSIONS[0].id[:5])]
+    assert several.all() == [VERSIONS[1]] == [several.one(VERSIONS[0].id[:5]).record]
     assert "127.0.0.1:1" in several.unreachable[0]
     assert len(several.remove(several.versions(VERSIONS[1].key.id, VERSIONS[1].batch))) == 2
     assert several.all() == []

@@ -110,8 +110,8 @@ class TestContract:
         assert [h.record for h in records.held(RecordFilter(target="other.py:Net"))] == [named]
         assert len(records.held(RecordFilter(model=KEY.model))) == 3  # one record has two names
         assert records.held(RecordFilter(model="cd" * 32)) == []
-        assert records.get(two.id[:6]) == two
-        assert records.get(one.id) == named  # same key: the newest
+        assert records.one(two.id[:6]).record == two
+        assert records.one(one.id).record == named  # same key: the newest
         assert [held.record for held in records.newest(1)] == [named] and records.left == 1
         assert len(records.newest(2)) == 2 and records.left == 0
         assert len(records.remove(records.versions(two.key.id, two.batch))) == 1
@@ -126,7 +126,7 @@ class TestContract:
         (line,) = records.damaged
         assert line.startswith(f"{bad.id}: record: not msgpack")
         with pytest.raises(RecordDamaged, match=bad.id):
-            records.get(bad.id)
+            records.one(bad.id)
         assert len(records.remove(records.named(bad.id))) == 1
         assert records.all() == [good] and records.damaged == []
 
