@@ -96,10 +96,9 @@ def of_environment(environment: Environment) -> dict[str, Any]:
 
 def fields(key: Key) -> dict[str, Any]:
     """Every field of a key under its name, in the order of PLACE and VARIANT."""
-    found = of_environment(key.environment) | key.task.decisive
-    own = ("model", "hooks", "libraries", "threads", "interconnect")
-    found |= {name: getattr(key, name) for name in own}
-    return {name: found[name] for name in (*PLACE, *VARIANT)}
+    parts = of_environment(key.environment) | key.task.decisive
+    names = (*PLACE, *VARIANT)
+    return {name: parts[name] if name in parts else getattr(key, name) for name in names}
 
 
 def terms_of(known: Mapping[str, Any]) -> str:

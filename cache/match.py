@@ -60,8 +60,7 @@ class Query:
     def stated(self) -> dict[str, Any]:
         """The wanted fields of a key by name. Libraries are missing: only a record names them."""
         known = rows(Task)
-        found: dict[str, Any] = {"model": self.model, "threads": self.threads}
-        found["interconnect"] = self.interconnect
+        found: dict[str, Any] = {n: getattr(self, n) for n in ("model", "threads", "interconnect")}
         found |= {name: value for name, value in self.given.items() if known[name].decides}
         if shapes := self.given.get("shapes"):
             found["shapes"] = shapes if len(shapes) > 1 else shapes[0][1:]
@@ -216,7 +215,6 @@ def standing(
     loose = {
         name: v for name, v in want.items() if name not in known or not known[name].is_constraint
     }
-    differs: tuple[Difference, ...] = ()
     for first, asked in ((0, want), (2, loose)):
         kind, differs = compared(asked, have)
         if kind != "miss":
