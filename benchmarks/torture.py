@@ -33,8 +33,8 @@ from advisor.cache.config import Config
 from advisor.cache.name import Name
 from advisor.cache.reader import RecordFilter
 from advisor.cache.record import Record
-from advisor.cache.records import Records, be_patient
-from advisor.cache.stores import open_store
+from advisor.cache.records import Records
+from advisor.cache.stores import Remote, open_store
 from advisor.errors import RecordDamaged, StoreError
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -101,9 +101,10 @@ def read(url: str, journal: Path, seed: int) -> None:
 
 
 def connect(url: str) -> Records:
-    stores = [open_store(url)]
-    be_patient(stores, 10.0)
-    return Records(stores)
+    store = open_store(url)
+    if isinstance(store, Remote):
+        store.timeout_s = max(store.timeout_s, 10.0)
+    return Records(store)
 
 
 class Workers:

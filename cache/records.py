@@ -243,10 +243,3 @@ def _check_one(ids: set[str], text: str) -> None:
         raise UsageError(
             f"key {text!r}: several records match: {', '.join(sorted(ids))}; give a longer key"
         )
-
-
-def be_patient(stores: Iterable[ByteStore], seconds: float) -> None:
-    """Let remote stores take at least `seconds`, for a command that a person waits for."""
-    for store in stores:
-        if isinstance(store, Remote):
-            store.timeout_s = max(store.timeout_s, seconds)

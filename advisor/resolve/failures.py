@@ -34,7 +34,7 @@ class Failures:
 
     def _file(self, config: Config) -> Path:
         run = fingerprint([self.model, self.task.decisive, self.task.batch])[:12]
-        records = open_records(self.cache, patient=False, fallback=True)
+        records = open_records(self.cache, timeout_s=0, fallback=True)
         return study_file(records.studies, f"{run}-{config.knobs.digest}.failed")
 
     def keep(self, config: Config, why: str) -> bool:

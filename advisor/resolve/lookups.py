@@ -28,7 +28,6 @@ from advisor.cache.kinds import Shape
 from advisor.cache.match import MISS, Match, compare
 from advisor.cache.reader import StoredRecord
 from advisor.cache.record import Record
-from advisor.cache.records import be_patient
 from advisor.cache.signing import UNSIGNED
 from advisor.command_snippets import tune_again, tune_first
 from advisor.errors import (
@@ -188,8 +187,7 @@ def _advice(served: Served, request: Request) -> Advice:
     purpose = Purpose.of(record, served.config, detect(request.device), tools())
 
     def find() -> StoredArtifacts | None:
-        records = open_records(request.cache, patient=False, fallback=True)
-        be_patient(records.stores, PATIENCE_S)
+        records = open_records(request.cache, timeout_s=PATIENCE_S, fallback=True)
         return records.artifacts.find(purpose)
 
     advice.artifacts = Fetch(find)
@@ -208,7 +206,7 @@ def look_up(request: Request) -> Served:
             return missed(AT_FIRST_STEPS, quiet=True)
         raise UsageError("target None: give its name, such as model.py:Net, or the model itself")
     resolver = TargetResolver(request, request.query())
-    records = open_records(request.cache, patient=False, fallback=True)
+    records = open_records(request.cache, timeout_s=0, fallback=True)
     found = Explanation(target=request.called, query=resolver.query)
 
     def choose(held: Sequence[StoredRecord]) -> Match:

@@ -59,7 +59,7 @@ def apply_to_script(model: Model, asked: Mapping[str, Any], *, strict: bool) -> 
         if tune is not None:
             seconds = Plan.of({"budget": Duration().checked("tune", tune)}).seconds
             guide = OnlineTuner(own_command(), run, tune_s=seconds, strict=strict)
-        open_records(request.cache, patient=False)  # a wrong URL raises now, not in the pilot
+        open_records(request.cache, timeout_s=0)  # a wrong URL raises now, not in the pilot
     except Exception as exc:  # `serve` reports it
         request = dataclasses.replace(request, wrong=request.wrong or exc)
     advice = advise(request, strict=strict)
