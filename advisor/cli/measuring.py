@@ -48,6 +48,11 @@ _progress_options = options.option_group(
 )
 
 
+def _budget_option(default: str) -> options.Decorator:
+    text = "Wall time of all measuring; the first start is not counted."
+    return option("--budget TIME", f"{text}  [default: {default}]", default=default)
+
+
 @click.command(cls=OrCommand)
 @options.target_argument
 @options.row_options(Task)
@@ -96,7 +101,6 @@ def tune(
         RunWorkload(command, permitted, show=show) if task is None else TargetWorkload(task)
     )
     found = tuned(workload, plan, cache=cache, progress=progress)
-    yield from _fits(found.record)
     yield from _result(found, plan, command, cache, url)
     # Only a server's worker, which uses --for, must know that the tuning is unfinished.
     code = options.UNFINISHED if url and not found.finished else DONE
@@ -142,7 +146,6 @@ def fit(
     workload.frees_batch = bool(given["batch"])
     found = tuned(workload, plan, cache=cache, progress=progress)
     record, slower = found.record, memory.slowdown(found.record)
-    yield from _fits(record)
     yield from _result(found, plan, command, cache, "")
     code = options.INTERRUPTED if found.interrupted else DONE
     if max_slowdown is not None and slower > max_slowdown:
@@ -157,11 +160,7 @@ def fit(
 
 
 @click.command(cls=OrCommand, options_metavar="[OPTIONS] -- COMMAND")
-@option(
-    "--budget TIME",
-    f"Wall time of all measuring; the first start is not counted.  [default: {CHECK}]",
-    default=CHECK,
-)
+@_budget_option(CHECK)
 @_progress_options
 @json_or_text
 def check(command: tuple[str, ...], cache: str | None, budget: str, **given: Any) -> Parts:
@@ -316,6 +315,7 @@ def _result(
     found: Tuned, plan: Plan, command: tuple[str, ...], cache: str | None, url: str
 ) -> Parts:
     record = found.record
+    yield from _fits(record)
     if found.known:
         yield f"Already tuned, {ago(record.provenance.created)}; --force measures again."
     if found.earlier:  # what follows is of that record, and not of this tuning
@@ -336,11 +336,7 @@ def _result(
 
 def _again_options(budget: str) -> options.Decorator:
     return options.option_group(
-        option(
-            "--budget TIME",
-            f"Wall time of all measuring; the first start is not counted.  [default: {budget}]",
-            default=budget,
-        ),
+        _budget_option(budget),
         option(
             "--target TARGET",
             "The target to run  [default: the record's own file, if it is under this folder]",
