@@ -156,19 +156,19 @@ class Events(Progress):
     """Reports progress to `on_event`."""
 
     def __init__(self, on_event: OnEvent) -> None:
-        self._on_event = on_event
+        self.events = on_event
 
     def visited(self, done: JournaledTrial, what: str, best: Config, left_s: float) -> None:
-        self._on_event(trial_event(done, best, left_s))
+        self.events(trial_event(done, best, left_s))
 
     def phase(self, what: str) -> None:
-        self._on_event({"event": "phase", "text": what})
+        self.events({"event": "phase", "text": what})
 
     def notice(self, text: str) -> None:
-        self._on_event({"event": "notice", "text": text})
+        self.events({"event": "notice", "text": text})
 
     def warning(self, text: str) -> None:
-        self._on_event({"event": "warning", "text": text})
+        self.events({"event": "warning", "text": text})
 
 
 def trial_event(done: JournaledTrial, best: Config, left_s: float) -> dict[str, Any]:

@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from advisor.arguments import OnEvent, trial_event
+from advisor.arguments import Events, OnEvent, trial_event
 from advisor.cache.config import Config
 from advisor.cache.shown import interval, tells, times
 from advisor.report.text import WRONG, duration, outcome, rate
-from advisor.tuners.search.plan import Progress
 
 if TYPE_CHECKING:
     from advisor.tuners.search.journal import JournaledTrial
@@ -24,7 +23,7 @@ SHOWN_WAIT = 0.05
 """A smaller share of time spent waiting for data is not shown."""
 
 
-class Shown(Progress):
+class Shown(Events):
     """Progress on a console (standard error).
 
     Args:
@@ -34,8 +33,8 @@ class Shown(Progress):
     def __init__(
         self, console: Console, *, budget_s: float, events: OnEvent = lambda _event: None
     ) -> None:
-        self._console, self.events, self._budget_s = console, events, budget_s
-        self._best = Config()
+        super().__init__(events)
+        self._console, self._budget_s, self._best = console, budget_s, Config()
 
     def visited(self, done: JournaledTrial, what: str, best: Config, left_s: float) -> None:
         parts = [f"trial {done.trial.number}:", what, *_result(done)]
@@ -48,15 +47,15 @@ class Shown(Progress):
 
     def phase(self, what: str) -> None:
         self.output(f"{what}\n")
-        self.events({"event": "phase", "text": what})
+        super().phase(what)
 
     def notice(self, text: str) -> None:
         self.output(f"advisor: {text}\n")
-        self.events({"event": "notice", "text": text})
+        super().notice(text)
 
     def warning(self, text: str) -> None:
         self.loud(f"advisor: {text}\n")
-        self.events({"event": "warning", "text": text})
+        super().warning(text)
 
     def output(self, text: str) -> None:
         self._console.print(text, end="", highlight=False, markup=False, soft_wrap=True)
