@@ -175,10 +175,9 @@ class Client:
         while not ended:
             try:
                 said = self._said(_LOG, "GET", f"/api/jobs/{id:d}/log?after={after}")
-            except Unauthorized:
-                raise
-            except StoreError:
-                if not (follow and seen) or time.monotonic() - seen > AWAY_S:
+            except StoreError as exc:
+                waits = follow and seen and not isinstance(exc, Unauthorized)
+                if not waits or time.monotonic() - seen > AWAY_S:
                     raise
                 time.sleep(poll_s)
                 continue

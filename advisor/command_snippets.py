@@ -98,9 +98,8 @@ def _loader(record: Record) -> list[str]:
     default = record.baseline.config
     changes = record.winner(PILOT).config.changed(default).only(*INPUT_PIPELINE)
     own = default.get(WORKERS) or settings.is_on("ADVISOR_OVERRIDE_LOADER")
-    return (
-        ["--loader", "override"] if changes and own and WORKERS not in record.key.task.map else []
-    )
+    overrides = changes and own and WORKERS not in record.key.task.map
+    return ["--loader", "override"] if overrides else []
 
 
 def _other_stores(cache: Cache) -> tuple[str, ...]:

@@ -200,9 +200,9 @@ class Tuning:
         """Whether a record of this key was measured alike: on made-up data, or as a run. With
         `map`, the runs must also have the same command."""
         then, now = known.key.task, self.task
-        if not now.command or not then.command:
-            return not now.command and not then.command
-        return not now.map or command_digest(then.command) == command_digest(now.command)
+        if now.map:
+            return command_digest(then.command) == command_digest(now.command)
+        return bool(then.command) == bool(now.command)
 
     def _standing(self, one: Record) -> tuple[bool, ...]:
         """Sort key of the records that may answer this call."""
