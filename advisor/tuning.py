@@ -188,7 +188,8 @@ class Tuning:
         fresh = self.plan.force or (known is not None and known.stale != "")
         replaces = fresh or (known is not None and not known.compares)
         exact = [one for one in own if compare(key, one.key) == ("exact", ())]
-        study = study_name(self.opened, self.space)
+        # Made-up data and a run have different studies under one key.
+        study = f"{id}-{fingerprint([self.task.baseline, self.space.digest])[:12]}"
         with locked(self.records.studies, study), ScratchFolder() as folder:
             later = self.space.inputs or self.opened.frees_batch
             later_s = min(LOADER_S, LOADER_SHARE * self.plan.seconds) if later else 0.0
@@ -402,9 +403,3 @@ class Tuning:
             memory=Config(seen.memory if seen else {}, **more),
             cost=cost.replace(price=plan.price or 0.0) if cost else cost,
         )
-
-
-def study_name(opened: OpenWorkload, space: Space) -> str:
-    """The name of the study. Made-up data and a run have different studies under one key."""
-    digest = fingerprint([opened.task.baseline, space.digest])[:12]
-    return f"{opened.key.id}@{opened.task.batch}-{digest}"
