@@ -86,9 +86,8 @@ def _shell_line(*words: str, run: Sequence[str] = ()) -> str:
 def _mapped(record: Record, *, free: bool = False) -> list[str]:
     """The --map options for the knobs that the advice sets through options of the command."""
     changes = record.winner(PILOT, free=free).config.changed(record.baseline.config)
-    wanted = {
-        knob.mapped for knob in KNOBS if knob.name in changes or (free and knob.name == BATCH)
-    }
+    names = {*changes, BATCH} if free else {*changes}
+    wanted = {knob.mapped for knob in KNOBS if knob.name in names}
     options = record.key.task.map.only(*wanted)
     return [word for name, option in options.items() for word in ("--map", f"{name}={option}")]
 

@@ -67,12 +67,9 @@ class CommandCall:
                 return None
             record = self.records.one(kept["record"]).record
             key = record.key
-            device, ranks = device_for(record), key.task.processes
-            here = Query(
-                environment=detect(device),
-                threads=key.threads,
-                interconnect=interconnect(device, ranks),
-            )
+            device = device_for(record)
+            links = interconnect(device, key.task.processes)
+            here = Query(environment=detect(device), threads=key.threads, interconnect=links)
             same = key.task.command == self.command and compare(here, key)[0] == "exact"
             if same and record.compares and not too_little(record, self.plan):
                 return record

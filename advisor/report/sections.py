@@ -226,9 +226,8 @@ def remarks(record: Record) -> Iterator[str]:
         why = "measured for long enough" if others else "tried"
         yield f"No other config was {why}: the advice is {name}."
     elif advised == baseline:
-        none = (
-            "Too noisy to tell what is" if is_undecided(record) else "Nothing measured is clearly"
-        )
+        noisy = is_undecided(record)
+        none = "Too noisy to tell what is" if noisy else "Nothing measured is clearly"
         yield f"{none} faster at your batch: the advice is {name}."
     if doubtful(record):
         yield f"{DOUBTFUL}."
