@@ -35,7 +35,7 @@ from rich.progress import track
 from rich.table import Table
 
 from advisor.cache.config import Config, Value
-from advisor.cache.record import LOOP, RACED
+from advisor.cache.record import LOOP, USES
 from advisor.tuners import knobs
 from advisor.tuners.search.journal import JournaledTrial
 from advisor.tuners.search.plan import Clock, Progress
@@ -147,7 +147,7 @@ def search(table: MeasuredTable, *, free: bool, budget_s: float, noise: float, s
     study = optuna.create_study(direction="maximize")
     options, clock = SearchOptions(seed=seed), Clock(budget_s, now=runner.now)
     record = Tuner(runner, TableSpace(list(rows)), study, options, progress, clock).run()
-    use = RACED[-1] if "step_graph" in next(iter(rows)) else LOOP
+    use = USES[-1] if "step_graph" in next(iter(rows)) else LOOP
     winners = {(one.use, one.free): one.choice.config for one in record.winners}
     best = winners.get((use, free), winners[use, False])
     return Run(progress.reached_s, rows[best] / max(rows.values()), len(record.trials))
