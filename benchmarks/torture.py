@@ -34,8 +34,8 @@ from advisor.cache.name import Name
 from advisor.cache.reader import RecordFilter
 from advisor.cache.record import Record
 from advisor.cache.records import Records
-from advisor.cache.stores import Remote, open_store
 from advisor.errors import RecordDamaged, StoreError
+from advisor.open_store import open_records
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.cache.examples import record
@@ -101,10 +101,7 @@ def read(url: str, journal: Path, seed: int) -> None:
 
 
 def connect(url: str) -> Records:
-    store = open_store(url)
-    if isinstance(store, Remote):
-        store.timeout_s = max(store.timeout_s, 10.0)
-    return Records(store)
+    return open_records(url)
 
 
 class Workers:

@@ -234,14 +234,13 @@ def assert_trains_alike(
     job: dict[str, Any],
     *,
     until: int,
-    rtol: float = 1e-5,
 ) -> None:
     """A run's losses before a visit are those of the unmodified run, and all of its checkpoint but
     the numbers."""
     steps = found["visited"][until][1]
     plain = run_job(folder / "plain", size, **job | {"steps": steps})[0]
     losses = [[step["loss"] for step in one["steps"][:steps]] for one in (found, plain)]
-    torch.testing.assert_close(*map(torch.tensor, losses), rtol=rtol, atol=0)
+    torch.testing.assert_close(*map(torch.tensor, losses), rtol=1e-5, atol=0)
     weights = (torch.load(folder / name / "weights.pt") for name in ("tuned", "plain"))
     ours, theirs = ({n: (w.dtype, w.shape) for n, w in one.items()} for one in weights)
     assert ours == theirs

@@ -111,7 +111,7 @@ class LimitObserver:
         """(Seconds by step, the innermost line with half of them or more, its share of them)."""
         stacks, took, steps = (defaultdict[Any, float](float) for _ in range(3))
         # Copied at once: the other thread goes on sampling.
-        for (of, step, lines), seconds in [*self._sampled.copy().items()]:
+        for (of, step, lines), seconds in self._sampled.copy().items():
             if of == phase:
                 steps[step] += seconds
                 stacks[lines] += seconds
@@ -135,7 +135,7 @@ class LimitObserver:
                     if time.perf_counter() > began + PROBE_S:
                         break
             self._sample_s = (time.perf_counter() - began) / loaded if loaded else 0.0
-        sampled, busy = [*self._sampled.copy().items()], self._busy_s
+        sampled, busy = self._sampled.copy().items(), self._busy_s
         if self._unwatched_s:  # watched steps are slower, perhaps because a profiler was there
             busy *= max(1.0, (step_s - loading) / self._unwatched_s)
         _, at, share = self._phase("found loading" if self._sample_s else "loading")
