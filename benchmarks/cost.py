@@ -40,7 +40,8 @@ while steps < 1 or time.perf_counter() - began < seconds:
     began = time.perf_counter() if steps == 0 else began
 if device == "cuda":
     torch.cuda.synchronize()
-print(steps * batch / (time.perf_counter() - began))
+ended = time.perf_counter()
+print(steps * batch / (ended - began), began, ended)
 """
 
 
@@ -57,7 +58,7 @@ def main() -> None:
         loop = subprocess.Popen([*run, str(seconds)], stdout=subprocess.PIPE)
         watts = powers(loop)
         assert loop.stdout is not None
-        rate = float(loop.stdout.read())
+        rate, began, ended = map(float, loop.stdout.read().split())
     record = json.loads(found)["record"]
     flops = 2 * width * width * (3 * LAYERS - 1)  # the first layer's input needs no gradient
     print(f"FLOPs of a sample: {record['cost']['flops']:.6g}, by hand {flops:.6g}")
@@ -73,7 +74,8 @@ def main() -> None:
     if row:
         by_hand = flops * rate / (1e12 * float(row["tf32"]))
         print(f"MFU: {mfu(kept, own.config, own.samples_per_s):.4f}, by hand {by_hand:.4f}")
-    by_smi = statistics.mean(watts) / rate if watts else float("nan")
+    timed = [watt for at, watt in watts if began + 1 < at < ended]
+    by_smi = statistics.mean(timed) / rate if timed else float("nan")
     print(f"J/sample: {own.joules:.5g}, nvidia-smi {by_smi:.5g}")
 
 
@@ -82,9 +84,9 @@ def end_with(one: subprocess.Popen[bytes], other: subprocess.Popen[bytes]) -> No
     one.kill()
 
 
-def powers(loop: subprocess.Popen[bytes]) -> list[float]:
-    """Returns the watts that nvidia-smi reports while a loop runs, without its first three seconds
-    and its last one; [] without a GPU."""
+def powers(loop: subprocess.Popen[bytes]) -> list[tuple[float, float]]:
+    """Returns what nvidia-smi reports while a process runs: times of `time.perf_counter`, which
+    Linux shares among processes, and watts; [] without a GPU."""
     gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     query = ["nvidia-smi", "--query-gpu=power.draw.instant", "--format=csv,noheader,nounits"]
     found = list[tuple[float, float]]()
@@ -93,7 +95,7 @@ def powers(loop: subprocess.Popen[bytes]) -> list[float]:
         threading.Thread(target=end_with, args=(watch, loop), daemon=True).start()
         assert watch.stdout is not None
         found += [(time.perf_counter(), float(line)) for line in watch.stdout]
-    return [watts for at, watts in found if found[0][0] + 3 < at < found[-1][0] - 1]
+    return found
 
 
 if __name__ == "__main__":
