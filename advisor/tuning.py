@@ -277,6 +277,7 @@ class Tuning:
             self.progress.notice(damage)
         options = SearchOptions(
             compares=task.mode == "train" and task.tolerance > 0,
+            real=self.opened.online,
             baseline=task.baseline,
             trials=plan.trials,
             # The rest of an online run must repay a compilation. Assume that the rest is as long

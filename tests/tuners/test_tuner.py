@@ -15,7 +15,7 @@ from advisor.cache.config import Config
 from advisor.errors import TargetFailed, WorkerError
 from advisor.tuners import knobs
 from advisor.tuners.length import Length
-from advisor.tuners.measure.runner import UNVERIFIED, Compared
+from advisor.tuners.measure.runner import UNVERIFIED, Block, Compared
 from advisor.tuners.search.journal import open_study
 from advisor.tuners.search.plan import Clock, Progress
 from advisor.tuners.search.recipe import Recipe
@@ -68,6 +68,26 @@ def test_only_faster_and_verified_configs_lead(
         why = "could not be compared" if verdict.outcome == UNVERIFIED else "not train like fp32"
         assert any(why in line for line in found.remarks), found.remarks
     assert machine.time <= 1.05 * 200
+
+
+@pytest.mark.parametrize("verdicts", [{}, WRONG_CODE, UNVERIFIED_CODE, WRONG_FORMAT, WRONG_LAYOUT])
+def test_in_a_real_run_a_config_makes_no_step_before_it_passed(
+    verdicts: dict[tuple[str, object], Compared],
+) -> None:
+    class RealRun(MadeUp):
+        def block(self, config: Config, steps: int, **how: Any) -> Block:
+            assert config in self.compared or not knobs.needs_comparison(config, BASE)
+            assert self.verdicts.keys().isdisjoint(config.items())
+            return super().block(config, steps, **how)
+
+    machine, heard = RealRun(BASE), Heard()
+    machine.verdicts = verdicts
+    found = tuned(machine, SPACE, 200.0, heard=heard, real=True)
+    assert machine.speedup(advised(found)) > 2
+    for pair, verdict in verdicts.items():
+        reasons = {one.measurement.reason for one in heard.trials if pair in one.config.items()}
+        assert reasons == {verdict.reason}
+        assert {one for one in machine.compared if pair in one.items()} <= set(machine.forgotten)
 
 
 @pytest.mark.parametrize(

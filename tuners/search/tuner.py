@@ -46,6 +46,7 @@ NUMERICS = "numerics"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchOptions:
     compares: bool = True  # with strict fp32, and advises only configs that pass
+    real: bool = False  # every step trains: a config makes none before it passed
     baseline: str = "torch's default"  # its name in messages
     trials: int | None = None  # visits at most
     most_s: float = math.inf  # most seconds of one visit
@@ -242,6 +243,12 @@ class Tuner:
         # More workers gain what they deliver, not what a config would give without waiting.
         best = lead.ratio.mean if proposal.origin == "loader" else score(lead)
         leave_s = self._costs.comparison_s(config) + self._costs.race_s([config], PAIRS)
+        if self._scope.real and self._visits.needs_comparison(config):
+            refused, built_s = self._compare_first(config)
+            visit = refused or self._visitor.visit(config, best, proposal.turn_s, leave_s)
+            visit = dataclasses.replace(visit, first_s=visit.first_s + built_s)
+            self._finish_trial(asked, visit, proposal.origin)
+            return self._rule_out(visit)
         visit = self._visitor.visit(config, best, proposal.turn_s, leave_s)
         self._visits.add(visit)
         known = self._visits.compared(config) is not None  # perhaps with another loader
@@ -252,6 +259,20 @@ class Tuner:
             visit = dataclasses.replace(visit, seconds=visit.seconds + self._compare(config))
         self._finish_trial(asked, visit, proposal.origin)
         self._rule_out(visit)
+
+    def _compare_first(self, config: Config) -> tuple[Visit | None, float]:
+        """Compare a config that has made no step. Returns the visit of one that is wrong or cannot
+        be compared, and the seconds in which the comparison compiled its code."""
+        compiles = bool(self._costs.build_s(config))
+        passes_s = self._costs.comparison_s(config)
+        seconds = self._compare(config)
+        built_s = max(0.0, seconds - passes_s) if compiles else 0.0
+        if self._visits.is_safe(config):
+            return None, built_s
+        self._runner.forget(config)
+        measured = self._visits.trials[-1].measurement
+        outcome, why = measured.outcome, measured.reason
+        return Visit(config=config, outcome=outcome, reason=why, seconds=seconds), built_s
 
     def _compare(self, config: Config) -> float:
         """Compare the timed code with fp32, at the user's batch because a batch changes no number
