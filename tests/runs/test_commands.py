@@ -15,6 +15,7 @@ from dataclasses import replace
 from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -31,7 +32,7 @@ from advisor.tuners.measure.run import session as sessions
 from advisor.tuners.measure.run.guarded_process import GuardedProcess, exit_text, replaces_path
 from advisor.tuners.measure.run.run import Run
 from advisor.tuners.measure.run.session import CommandProcess, PilotSession, RunEnded
-from advisor.tuners.measure.runner import Block, ConfigFailed
+from advisor.tuners.measure.runner import NO_TIME, UNVERIFIED, Block, Compared, ConfigFailed
 from advisor.tuners.measure.worker.guard import LOGGED
 from tests import forks
 from tests.builders import SCRIPT, MadeUpSession
@@ -415,6 +416,7 @@ def run_error(reason: str, *, own: bool = True) -> RunEnded:
 
 
 ANOTHER_MODEL = RunEnded(TRAINING_OVER, "another model", 0)
+LATE = RunEnded("timed_out", "no process of the command has imported torch")
 BAD, OVER = run_error("ValueError: bad (train.py:4)"), RunEnded("crashed", "exit code 0", 0)
 
 
@@ -443,10 +445,15 @@ def test_repeated_pytorch_error_is_blamed_on_the_script_not_the_config() -> None
 def test_without_time_to_restart_the_error_says_how_the_first_start_ended(
     first: RunEnded, config: Config, error: type[Exception], message: str
 ) -> None:
-    late = RunEnded("timed_out", "no process of the command has imported torch")
-    ends = chain([first], repeat(late))
+    ends = chain([first], repeat(LATE))
     with pytest.raises(error, match=message):
         measure(MadeUpRun(lambda _config, _made: next(ends)), config)
+
+
+def test_without_time_to_restart_a_config_is_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = MadeUpRun(lambda _config, _made: None)
+    monkeypatch.setattr(run, "_start", Mock(side_effect=LATE))
+    assert run.compare(HALF, deadline_s=0) == Compared(UNVERIFIED, NO_TIME)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from advisor.cache.config import Config
 from advisor.tuners import decisions as limits
 from advisor.tuners.faults import failure
 from advisor.tuners.knobs import FORMATS, INPUT, KNOBS
-from advisor.tuners.measure.runner import UNVERIFIED, Compared
+from advisor.tuners.measure.runner import NO_TIME, UNVERIFIED, Compared
 from advisor.tuners.measure.samples import TINY, Draws, NoTime, Reference, RepeatableStep, Unsuited
 
 
@@ -96,7 +96,7 @@ class References:
         except Unsuited as exc:
             return Compared("wrong", str(exc) or "fp16 overflows", "format")
         except NoTime:
-            return Compared(UNVERIFIED, "no time was left to compare it with fp32")
+            return Compared(UNVERIFIED, NO_TIME)
         except Exception as exc:  # whatever a config raises
             exc.__traceback__ = None  # its frames hold tensors
             return Compared(*failure(exc))

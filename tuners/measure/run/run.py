@@ -35,7 +35,7 @@ from advisor.tuners.measure.run.session import (
     RunEnded,
     show_log,
 )
-from advisor.tuners.measure.runner import UNVERIFIED, Block, Compared, ConfigFailed, Runner
+from advisor.tuners.measure.runner import NO_TIME, UNVERIFIED, Block, Compared, ConfigFailed, Runner
 
 T = TypeVar("T")
 SAVE_TIMEOUT_S = 30.0  # for saving compiled code
@@ -207,7 +207,8 @@ class Run:
                 config, deadline_s, lambda at, until: at.results(request, until)
             )
         except (ConfigFailed, RunEnded) as exc:
-            return Compared(UNVERIFIED, f"the command ended during the comparison: {exc}")
+            ended = f"the command ended during the comparison: {exc}"
+            return Compared(UNVERIFIED, NO_TIME if exc.outcome == "timed_out" else ended)
         # The first process with another outcome than 'ok' decides.
         worst = next((result for result in results if result.outcome != "ok"), results[0])
         return Compared(worst.outcome, worst.reason, worst.blames)
