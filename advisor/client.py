@@ -41,8 +41,7 @@ T = TypeVar("T")
 REQUEST_TIMEOUT_S, UPLOAD_TIMEOUT_S = 10.0, 300.0
 """Seconds for one answer, and for the upload of an archive."""
 POLL_S = 2.0
-AWAY_S = 120.0
-"""Seconds for which `Client.log` retries an unreachable server."""
+AWAY_S = 120.0  # seconds for which `Client.log` retries an unreachable server
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,8 +28,7 @@ from advisor.tuners.environment import cuda_index, gpus
 from advisor.tuners.knobs import described
 from advisor.tuners.search.plan import Progress
 
-HOST = "cpu"
-"""The lock name of the host's CPU."""
+HOST = "cpu"  # the lock name of the host's CPU
 
 
 def check_writable(records: Records, progress: Progress) -> None:

@@ -39,8 +39,7 @@ from advisor.tuners.search.visit import Visitor
 from advisor.tuners.target import parse
 from advisor.workload import AnyWorkload, RunWorkload, TargetWorkload
 
-HOLDS, FAILS, INCONCLUSIVE = "holds", "does not hold", "could not tell"
-"""Verdicts of `verify`."""
+HOLDS, FAILS, INCONCLUSIVE = "holds", "does not hold", "could not tell"  # verdicts of `verify`
 
 CONTRIBUTES = 1.01  # a knob with a smaller ratio, or with 1 in its interval, contributes nothing
 KEPT_SPEEDUP = 0.9  # a record holds with at least this share of its speed-up

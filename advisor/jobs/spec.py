@@ -23,13 +23,10 @@ State = Literal["queued", "preempted", "running", "done", "failed", "cancelled"]
 STATES: tuple[State, ...] = get_args(State)
 WAITING: tuple[State, ...] = ("queued", "preempted")
 LIVE: tuple[State, ...] = (*WAITING, "running")
-MAX_STUDY = 8 * 2**20
-"""Bytes of one search file, at most."""
-MAX_REPORTED_TRIALS = 200
-"""Trials in one heartbeat of a worker, at most."""
+MAX_STUDY = 8 * 2**20  # bytes of one search file, at most
+MAX_REPORTED_TRIALS = 200  # trials in one heartbeat of a worker, at most
 MAX_GPUS = 64
-MAX_SPEC_BYTES = 2**16
-"""Bytes of a spec as JSON, at most."""
+MAX_SPEC_BYTES = 2**16  # bytes of a spec as JSON, at most
 _MAX_SHOWN = 300
 _GPU = re.compile(r"[A-Za-z0-9][A-Za-z0-9 ._+/-]{0,63}")
 _OF_PLAN = {row.keyword for row in rows(Plan).values()}

@@ -19,10 +19,8 @@ from advisor.tuners.length import Length, Pace, first_step_seen
 from advisor.tuners.length import break_even as overtaking
 from advisor.tuners.search.ratio import is_doubtful, unsteady
 
-NOISE = 1.03
-"""A smaller ratio between two configs that were measured once each may be noise."""
-LEAST_GAIN = 1.01
-"""A smaller gain is not advised, if no race chose the config."""
+NOISE = 1.03  # a smaller ratio between two configs that were measured once each may be noise
+LEAST_GAIN = 1.01  # a smaller gain is not advised, if no race chose the config
 DOUBTFUL = (
     "Doubtful: the host was busy. During the tuning, the baseline's speed changed by more than the "
     "result's interval, so configs that seemed to gain are not advised"

@@ -58,10 +58,8 @@ if TYPE_CHECKING:
 
 _LIBRARIES = ("advisor", "torch")
 """A warning skips the lines of these packages, and names the user's own line."""
-PATIENCE_S = 2.0
-"""Timeout of remote stores for compiled code, in seconds."""
-WAIT_S = 60.0
-"""Seconds that ranks wait for rank 0's lookup, which usually takes milliseconds."""
+PATIENCE_S = 2.0  # timeout of remote stores for compiled code, in seconds
+WAIT_S = 60.0  # seconds that ranks wait for rank 0's lookup, which usually takes milliseconds
 DISABLED = Served(status="disabled", reason="ADVISOR_DISABLE is set")
 AT_FIRST_STEPS = "the run's record is looked up at its first training steps"
 GOES_ON = "Training goes on unmodified"

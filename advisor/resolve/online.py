@@ -41,8 +41,7 @@ from advisor.tuners.search.plan import Plan
 PATIENCE_ALONE_S, PATIENCE_RANKS_S = 60.0, 600.0
 """Timeout for an answer of the search process, in seconds, its start included. With several ranks,
 one rank may have to wait while another evaluates or writes a checkpoint."""
-LEAVE_S = 10.0
-"""Seconds for the search process to end by itself after its last answer."""
+LEAVE_S = 10.0  # seconds for the search process to end by itself after its last answer
 PERMISSIONS = ("precisions", "deterministic", "max_memory", "tolerance", "compile", "allow")
 """Arguments of apply() that limit the advice for a run."""
 _searches = itertools.count()

@@ -34,8 +34,7 @@ from advisor.tuners.faults import failure, is_out_of_memory, lost_rank, may_be_c
 
 _log = logging.getLogger("advisor")
 
-NOTED = "advisor: "
-"""Start of a note on an exception."""
+NOTED = "advisor: "  # start of a note on an exception
 _UNTRAINED = ": nothing was looked up or tuned, and the run was unmodified"
 _NOT_IN_FORCE = "advised, and not in force"
 _UNOFFERED = "the wrapper of this script's model does not permit it"

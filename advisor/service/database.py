@@ -21,10 +21,8 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 DAY_S = 86_400.0
-WAITS_S = 10
-"""Timeout of a lock, a statement or a connection."""
-_UPGRADES_S = 1800
-"""Timeout of a change of the tables, in this server or another."""
+WAITS_S = 10  # timeout of a lock, a statement or a connection
+_UPGRADES_S = 1800  # timeout of a change of the tables, in this server or another
 _CONNECTIONS = 16
 _STARTING = 0x61647669
 """An advisory lock, so that servers of one PostgreSQL start one after another."""

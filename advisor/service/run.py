@@ -30,14 +30,11 @@ from advisor.tuners.host import keep_private
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _CONNECTIONS = 2000
-_FILES = 500
-"""Open files besides connections, at most."""
+_FILES = 500  # open files besides connections, at most
 _IDLE_S = 75
-_COUNTS_S = 30.0
-"""Time between two writes of the counts of lookups, and of tokens' uses."""
+_COUNTS_S = 30.0  # time between two writes of the counts of lookups, and of tokens' uses
 _TIDIES_S = 3600.0
-_STOPS_S = 10
-"""How long a server that stops waits for requests that it is answering."""
+_STOPS_S = 10  # how long a server that stops waits for requests that it is answering
 
 
 class Server(uvicorn.Server):

@@ -31,8 +31,7 @@ from advisor.service.executors import Capacity, ExecutorAway, Start, Status, Unp
 from advisor.tuners.environment import Gpu, gpus
 from advisor.tuners.measure.run.guarded_process import exit_text
 
-GRACE_S = 15.0
-"""Time for a worker to save its search and report after SIGTERM. Then it is killed."""
+GRACE_S = 15.0  # time for a worker to save its search and report after SIGTERM; then it is killed
 _POLL_S = 0.05
 _MAX_PRINTED = 4096
 _PRINTED = "printed"

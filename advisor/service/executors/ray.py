@@ -28,16 +28,14 @@ from advisor.service.executors import Capacity, ExecutorAway, Start, Status, las
 ACCELERATOR = "ray.io/accelerator-type"
 """Ray labels a node with its kind of GPU: 'H100' for an 'NVIDIA H100 80GB HBM3'."""
 UNNAMED = "GPU without a label"
-PORT = 8265
-"""The REST API's port if the address names none."""
+PORT = 8265  # the REST API's port if the address names none
 FORMS = "ray-jobs:http[s]://HOST[:8265], or ray://HOST[:10001] where the REST API has port 8265"
 _FORM = re.compile(
     r"(?:ray-jobs:(?P<scheme>https?)|ray)://(?P<host>[\w.-]+|\[[0-9a-fA-F:.]+\])(?::(?P<port>\d{1,5}))?/?"
 )
 _WORKER = "exec python -m advisor.jobs.worker"
 """'exec' replaces the shell: Ray kills only the process that it started, not its children."""
-_WAITS_S = 15.0
-"""Timeout of a request: longer than Ray's head waits for a node to accept a job."""
+_WAITS_S = 15.0  # timeout of a request: longer than Ray's head waits for a node to accept a job
 _MAX_ANSWER = 64 * 2**20
 _MAX_NODES = 10_000
 _USED = re.compile(r"^([\d.]+)/[\d.]+ (GPU|CPU)\b", re.MULTILINE)
