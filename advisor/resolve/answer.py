@@ -139,9 +139,8 @@ def _best(record: Record, request: Request, length: Length | None = None) -> Ser
             beaten = f"over {length} at batch {batch} no config pays"
         return _served(record, request, default, f"torch's default: {beaten}")
     gain = rate(best) / rate(base) if rate(base) else math.inf
-    reason, how = f"{times(gain)} torch's default", "each measured once"
-    if best.raced and base.raced:
-        how = "raced"
+    reason = f"{times(gain)} torch's default"
+    how = "raced" if best.raced and base.raced else "each measured once"
     # A script that only calls apply() gets the default, unless a race at this batch chose flags.
     flags, chosen = default.at(best.config.batch), record.winner(FLAGS)
     gains = {request.use: gain}
