@@ -185,7 +185,7 @@ class Client:
             after, seen = said.next, time.monotonic()
             ended = said.ended or not (follow or said.text)
             if said.text:
-                yield "".join(char if char in "\n\t" else printable(char) for char in said.text)
+                yield printable(said.text, keep="\n\t")
             elif not ended:
                 time.sleep(poll_s)
 

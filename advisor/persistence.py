@@ -23,7 +23,7 @@ from advisor.cache.shown import size
 from advisor.cache.signing import own_folder
 from advisor.cache.stores import ByteStore, Remote
 from advisor.cache.stores.filesystem import REMEDY, make_folder, study_file
-from advisor.errors import Busy, StoreDamaged, StoreError
+from advisor.errors import Busy, StoreDamaged, StoreError, reason
 from advisor.tuners.environment import cuda_index, gpus
 from advisor.tuners.knobs import described
 from advisor.tuners.search.plan import Progress
@@ -164,7 +164,7 @@ def locked(
         who = f" (process {number})" if number.isdecimal() else ""
         raise Busy(f"another advisor{who} {said}") from exc
     except OSError as exc:
-        raise StoreError(f"cache {folder.parent}: {exc.strerror or exc}; {REMEDY}") from exc
+        raise StoreError(f"cache {folder.parent}: {reason(exc)}; {REMEDY}") from exc
     try:
         yield
     finally:

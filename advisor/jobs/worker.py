@@ -199,7 +199,7 @@ class JobWorker:
         except (AttemptFailed, UsageError, RecordDamaged) as exc:
             outcome = Outcome("failed", printable(" ".join(str(exc).split())))
         except OSError as exc:  # from this machine: connections raise StoreError
-            why = f"{socket.gethostname()}: {self._folder}: {exc.strerror or exc}"
+            why = f"{socket.gethostname()}: {self._folder}: {reason(exc)}"
             outcome = Outcome("failed", printable(why))
         self._server.retry(lambda: self._server.ask("POST", "attempt/end", outcome._asdict()))
 

@@ -14,7 +14,7 @@ from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 from sqlalchemy.orm import Session
 
 from advisor.cache.stores.filesystem import make_folder, network
-from advisor.errors import StoreError, UsageError
+from advisor.errors import StoreError, UsageError, reason
 from advisor.service import migrations
 
 P = ParamSpec("P")
@@ -79,7 +79,7 @@ class Database:
                 self.file.touch(0o600)
                 self.file.chmod(0o600)  # SQLite gives its -wal and -shm the same mode
             except OSError as exc:
-                raise StoreError(f"database {self.url}: {exc.strerror or exc}") from exc
+                raise StoreError(f"database {self.url}: {reason(exc)}") from exc
         with self.writing() as session:
             connection = session.connection()
             if not self.file:
@@ -119,9 +119,9 @@ class Database:
         try:
             yield
         except SQLAlchemyError as exc:
-            why = getattr(exc, "orig", None) or exc
-            reason = (str(why).splitlines() or [""])[0][:200] or type(why).__name__
-            raise StoreError(f"database {self.url}: {reason}") from exc
+            cause = getattr(exc, "orig", None) or exc
+            why = (str(cause).splitlines() or [""])[0][:200] or type(cause).__name__
+            raise StoreError(f"database {self.url}: {why}") from exc
 
 
 def now(session: Session) -> float:

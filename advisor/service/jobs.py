@@ -21,7 +21,7 @@ from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
 from advisor.cache.domain import line
-from advisor.errors import UsageError
+from advisor.errors import UsageError, printable
 from advisor.jobs.spec import LIVE, STATES, WAITING, JobSpec
 from advisor.service import blobs, records
 from advisor.service.database import DAY_S, now
@@ -235,7 +235,7 @@ def tail(session: Session, number: int, most: int) -> str:
 def log_text(text: str) -> str:
     """A log without escape sequences and control characters."""
     plain = _ESCAPES.sub("", text).replace("\r\n", "\n").replace("\r", "\n")
-    return "".join(char if char.isprintable() or char in "\n\t" else "?" for char in plain)
+    return printable(plain, keep="\n\t")
 
 
 def tidy(session: Session) -> None:

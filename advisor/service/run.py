@@ -17,7 +17,7 @@ from sqlalchemy.orm import Session
 
 from advisor.cache.records import Records
 from advisor.cache.signing import KeyRing
-from advisor.errors import UsageError
+from advisor.errors import UsageError, reason
 from advisor.open_store import refusal
 from advisor.service import blobs, jobs, lookups, reconcile, tokens
 from advisor.service.access import Service
@@ -83,8 +83,7 @@ class Where:
         try:
             listening = socket.create_server((self.host, self.port), family=family, backlog=1024)
         except (OSError, OverflowError) as exc:
-            why = getattr(exc, "strerror", "") or exc
-            raise UsageError(f"--host {self.host} --port {self.port}: {why}") from exc
+            raise UsageError(f"--host {self.host} --port {self.port}: {reason(exc)}") from exc
         # Connections inherit this option. Without it, an answer's body comes 40 ms after its head.
         listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return listening

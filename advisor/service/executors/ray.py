@@ -22,7 +22,7 @@ from urllib.parse import quote
 import msgspec
 import urllib3
 
-from advisor.errors import UsageError, printable
+from advisor.errors import UsageError, printable, reason
 from advisor.service.executors import Capacity, ExecutorAway, Start, Status, last_line
 
 ACCELERATOR = "ray.io/accelerator-type"
@@ -177,8 +177,8 @@ class RayExecutor:
             said = answer.read(_MAX_ANSWER)
             answer.close()
         except (OSError, urllib3.exceptions.HTTPError) as exc:
-            reason = getattr(exc.__cause__, "strerror", "") or str(exc) or type(exc).__name__
-            raise ExecutorAway(printable(reason)) from exc
+            why = getattr(exc.__cause__, "strerror", "") or str(exc) or type(exc).__name__
+            raise ExecutorAway(printable(why)) from exc
         if answer.status in (200, 404):
             return said if answer.status == 200 else b""
         why = last_line(said.decode(errors="replace"))
@@ -248,5 +248,5 @@ def _headers() -> dict[str, str]:
         try:
             token = path.read_text()
         except OSError as exc:
-            raise ExecutorAway(f"token file {path}: {exc.strerror or exc}") from exc
+            raise ExecutorAway(f"token file {path}: {reason(exc)}") from exc
     return {"Authorization": f"Bearer {token.strip()}"} if token.strip() else {}
