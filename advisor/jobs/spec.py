@@ -15,7 +15,7 @@ import msgspec
 
 from advisor.cache.domain import is_line
 from advisor.cache.kinds import Words
-from advisor.cache.task import Task, option_words, permissions, rows
+from advisor.cache.task import Task, option_words, permissions, rows, shell
 from advisor.errors import AdvisorError, UsageError, printable
 from advisor.tuners.search.plan import Plan
 
@@ -153,8 +153,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             raise UsageError(f"{more[0][:80]}: not an option; expected one of {known}")
         if self.command:
             return _words(Task, permissions(given))
-        task = Task.of(self.target, given)
-        return _words(Task, {name: getattr(task, name) for name in rows(Task)})
+        return shell(Task.of(self.target, given))
 
 
 msgspec.json.Decoder(JobSpec)  # described before threads use it; see `cache.codec`
