@@ -54,13 +54,13 @@ def _served(
     """A config as Served; the reason says whether its numerics are in doubt."""
     doubt = unverified(record, config)
     return Served(
-        config=Config(config | record.input),
+        config=config | record.input,
         reason=reason + doubt,
         doubt=doubt,
         record=record,
         use=request.use,
         # Settings that the task asks for, such as determinism, do not count as torch's default.
-        default=Config(record.baseline.config | knobs.TORCH),
+        default=record.baseline.config | knobs.TORCH,
         flags=flags,
         gains=gains or {},
     )
