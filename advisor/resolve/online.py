@@ -49,7 +49,7 @@ _searches = itertools.count()
 
 def apply_to_script(model: Model, asked: Mapping[str, Any], *, strict: bool) -> Advice:
     """Advice that changes nothing yet. Attaches a pilot, which looks up the run's own record."""
-    request = Request.attempt(model, {**asked, "quiet": model.mode != "infer"})
+    request = Request.attempt(model, asked, quiet=model.mode != "infer")
     guide, tune = None, asked["tune"]
     try:  # on every rank: only rank 0 looks up, but every rank has a pilot
         given = permissions({n: v for n, v in asked["permit"].given.items() if n in PERMISSIONS})
