@@ -33,18 +33,16 @@ HOST = "cpu"  # the lock name of the host's CPU
 
 def check_writable(records: Records, progress: Progress) -> None:
     """Raise StoreError if no store can take a record. A damaged store is moved aside."""
-    failed: StoreError | None = None
-    for store in records.stores:
+
+    def check(store: ByteStore) -> None:
         try:
-            return store.check_writable()
+            store.check_writable()
         except StoreDamaged as exc:
             aside = store.quarantine()
             what = str(exc).partition("; ")[0]
-            return progress.notice(f"{what}; it was moved to {aside}, and a new store is created")
-        except StoreError as exc:
-            failed = failed or exc
-    if failed is not None:
-        raise failed
+            progress.notice(f"{what}; it was moved to {aside}, and a new store is created")
+
+    next(records.of_each(check))
 
 
 def keep(records: Records, record: Record, anew: bool, progress: Progress) -> ByteStore:
