@@ -181,8 +181,7 @@ class JobWorker:
         self._code, self._cache, self._tmp = (folder / one for one in ("code", "cache", "tmp"))
         self._studies = self._cache / "studies"
         self._events, self._output = folder / "events", folder / "output"
-        self._sent = 0, 0
-        """How many bytes of these two files the server has."""
+        self._sent = 0, 0  # how many bytes of these two files the server has
         self._uploaded: dict[str, tuple[float, float]] = {}
         """By search file: its time of change when it was uploaded, and when it may be again."""
         self._gpus: Callable[[], Sequence[Gpu]] = list
