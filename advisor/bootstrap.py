@@ -10,15 +10,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from advisor.tuners.act.pilot.protocol import (
-    ADDRESS,
-    RUN,
-    Guide,
-    PilotClient,
-    checkpoints,
-    from_environment,
-    injection_environment,
-)
+from advisor.tuners.act.pilot import protocol
 
 if TYPE_CHECKING:
     from advisor.resolve.commands import CommandOverrides
@@ -31,12 +23,12 @@ INJECTED = Path(__file__).with_name("injected")
 def attach() -> None:
     """Attach a pilot if environment variables ask for one. Called as soon as torch is loaded, which
     may be while advisor itself is being imported."""
-    if not (os.environ.get(ADDRESS) or os.environ.get(RUN)):
+    if not (os.environ.get(protocol.ADDRESS) or os.environ.get(protocol.RUN)):
         return
     from advisor.cache import settings
     from advisor.tuners.act.pilot.pilot import ACTIVE_PILOT
 
-    guide, run = from_environment(), json.loads(os.environ.get(RUN) or "{}")
+    guide, run = protocol.from_environment(), json.loads(os.environ.get(protocol.RUN) or "{}")
     if guide is None and (not run or settings.disabled()):
         return
     comparer = None
@@ -44,7 +36,7 @@ def attach() -> None:
         from advisor.tuners.measure.run.recorded_steps import RecordedSteps
 
         comparer = RecordedSteps(careful=guide is None)
-    if guide is not None and (folder := checkpoints()) is not None:
+    if guide is not None and (folder := protocol.checkpoints()) is not None:
         from advisor.tuners.act.pilot.checkpoints import Redirection
 
         Redirection(folder).install()
@@ -53,7 +45,7 @@ def attach() -> None:
     ACTIVE_PILOT.attach(guide or LazyGuide(run), comparer)
 
 
-class WorktreeClient(PilotClient):
+class WorktreeClient(protocol.PilotClient):
     """Of a command in a worktree: refuses one with code from the current tree."""
 
     def takes_over(self) -> bool:
@@ -79,7 +71,7 @@ class LazyGuide:
         self._run = run
 
     @functools.cached_property
-    def _guide(self) -> Guide:
+    def _guide(self) -> protocol.Guide:
         from advisor.resolve.commands import CommandOverrides
         from advisor.resolve.record_guide import RecordGuide
         from advisor.resolve.request import Request
@@ -131,4 +123,4 @@ def environment(
     """
     options = dataclasses.asdict(overrides) if overrides is not None else None
     run = {"command": command, "tune_s": tune_s, "options": options, "log": log}
-    return {RUN: json.dumps(run), **injection_environment(INJECTED)}
+    return {protocol.RUN: json.dumps(run), **protocol.injection_environment(INJECTED)}

@@ -181,7 +181,7 @@ def _started(
     ):
         space = workload.space(opened, plan, progress)
         # All of its own settings, also those that advisor would not offer here.
-        opened.runner.baseline = Config(space.default | cast(ScriptFacts, opened.seen).own)
+        opened.runner.baseline = space.default | cast(ScriptFacts, opened.seen).own
         yield opened
 
 

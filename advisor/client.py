@@ -41,8 +41,7 @@ T = TypeVar("T")
 REQUEST_TIMEOUT_S, UPLOAD_TIMEOUT_S = 10.0, 300.0
 """Seconds for one answer, and for the upload of an archive."""
 POLL_S = 2.0
-AWAY_S = 120.0
-"""Seconds for which `Client.log` retries an unreachable server."""
+AWAY_S = 120.0  # seconds for which `Client.log` retries an unreachable server
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,7 +185,7 @@ class Client:
             after, seen = said.next, time.monotonic()
             ended = said.ended or not (follow or said.text)
             if said.text:
-                yield "".join(char if char in "\n\t" else printable(char) for char in said.text)
+                yield printable(said.text, keep="\n\t")
             elif not ended:
                 time.sleep(poll_s)
 

@@ -35,8 +35,7 @@ if TYPE_CHECKING:
     from advisor.resolve.request import Request
 
 _PERMITTED = [field.name for field in dataclasses.fields(Permit)]
-MAX_DEPTH, MAX_FOLDERS = 3, 500
-"""Limits of the search for a target's file below the current folder."""
+MAX_DEPTH, MAX_FOLDERS = 3, 500  # limits of the search for a target's file below the current folder
 
 
 def script_line(

@@ -22,9 +22,9 @@ from __future__ import annotations
 from typing import Any
 
 
-def printable(text: str) -> str:
-    """The text with '?' for each character that could steer a terminal."""
-    return "".join(char if char.isprintable() else "?" for char in text)
+def printable(text: str, keep: str = "") -> str:
+    """The text with '?' for each character that could steer a terminal, except those in `keep`."""
+    return "".join(char if char.isprintable() or char in keep else "?" for char in text)
 
 
 def reason(exc: BaseException) -> str:

@@ -8,8 +8,7 @@ from advisor.cache.settings import Cache as Cache
 from advisor.cache.signing import KeyRing
 from advisor.cache.stores import Remote, open_stores
 
-COMMAND_TIMEOUT_S = 10.0
-"""Timeout of remote stores in commands, in seconds."""
+COMMAND_TIMEOUT_S = 10.0  # timeout of remote stores in commands, in seconds
 
 
 def open_records(

@@ -23,29 +23,26 @@ from advisor.cache.shown import size
 from advisor.cache.signing import own_folder
 from advisor.cache.stores import ByteStore, Remote
 from advisor.cache.stores.filesystem import REMEDY, make_folder, study_file
-from advisor.errors import Busy, StoreDamaged, StoreError
+from advisor.errors import Busy, StoreDamaged, StoreError, reason
 from advisor.tuners.environment import cuda_index, gpus
 from advisor.tuners.knobs import described
 from advisor.tuners.search.plan import Progress
 
-HOST = "cpu"
-"""The lock name of the host's CPU."""
+HOST = "cpu"  # the lock name of the host's CPU
 
 
 def check_writable(records: Records, progress: Progress) -> None:
     """Raise StoreError if no store can take a record. A damaged store is moved aside."""
-    failed: StoreError | None = None
-    for store in records.stores:
+
+    def check(store: ByteStore) -> None:
         try:
-            return store.check_writable()
+            store.check_writable()
         except StoreDamaged as exc:
             aside = store.quarantine()
             what = str(exc).partition("; ")[0]
-            return progress.notice(f"{what}; it was moved to {aside}, and a new store is created")
-        except StoreError as exc:
-            failed = failed or exc
-    if failed is not None:
-        raise failed
+            progress.notice(f"{what}; it was moved to {aside}, and a new store is created")
+
+    next(records.of_each(check))
 
 
 def keep(records: Records, record: Record, anew: bool, progress: Progress) -> ByteStore:
@@ -165,7 +162,7 @@ def locked(
         who = f" (process {number})" if number.isdecimal() else ""
         raise Busy(f"another advisor{who} {said}") from exc
     except OSError as exc:
-        raise StoreError(f"cache {folder.parent}: {exc.strerror or exc}; {REMEDY}") from exc
+        raise StoreError(f"cache {folder.parent}: {reason(exc)}; {REMEDY}") from exc
     try:
         yield
     finally:

@@ -48,8 +48,7 @@ measure a run's other batches, and the largest share of the budget for it."""
 PROFILE_S = 10.0
 """Seconds that a look at the ranks of a job may take after the search, besides its steps: a GPU's
 profiler takes some to start."""
-MAX_TRIED_FIRST = 2
-"""The most configs of similar records that are tried first."""
+MAX_TRIED_FIRST = 2  # the most configs of similar records that are tried first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,8 +26,7 @@ from advisor.tuners.search.plan import Plan, suffices
 
 WATCHED = (".py", ".sh", ".yaml", ".yml", ".toml", ".ini", ".cfg")
 """Endings of files below the working folder that may affect what a script trains."""
-MAX_WATCHED = 20_000
-"""With more files below the working folder, advisor starts the command."""
+MAX_WATCHED = 20_000  # with more files below the working folder, advisor starts the command
 _VOLATILE = ("_", "PWD", "OLDPWD", "SHLVL", "COLUMNS", "LINES", "WINDOWID", "PYTEST_CURRENT_TEST")
 _OF_TERMINALS = ("SSH_", "TERM", "TMUX", "XDG_SESSION", "DBUS_", "VTE_")
 """Names, and starts of names, of variables that depend on the terminal and affect no training."""

@@ -39,8 +39,7 @@ from advisor.tuners.search.visit import Visitor
 from advisor.tuners.target import parse
 from advisor.workload import AnyWorkload, RunWorkload, TargetWorkload
 
-HOLDS, FAILS, INCONCLUSIVE = "holds", "does not hold", "could not tell"
-"""Verdicts of `verify`."""
+HOLDS, FAILS, INCONCLUSIVE = "holds", "does not hold", "could not tell"  # verdicts of `verify`
 
 CONTRIBUTES = 1.01  # a knob with a smaller ratio, or with 1 in its interval, contributes nothing
 KEPT_SPEEDUP = 0.9  # a record holds with at least this share of its speed-up
@@ -259,15 +258,13 @@ class Remeasurement:
     def parts(self) -> list[Part]:
         """The contribution of each knob of the advice and its loader, the largest first."""
         chosen, default = self.advised, self.base
-        without = {
-            name: chosen.replace(**{name: default[name]}) for name in chosen.changed(default)
-        }
+        without = {name: chosen | default.only(name) for name in chosen.changed(default)}
         found: list[Part] = []
         if without:
             self._rates = self.race([chosen, default, *without.values()], [chosen])
             found += parts_of(self._rates, chosen, without, "compute")
         if self.loaded and (fed := self._without_input()):
-            whole = Config(chosen | self.record.input)
+            whole = chosen | self.record.input
             found += parts_of(self.race([whole, *fed.values()], [whole]), whole, fed, "input")
         return sorted(found, key=lambda part: -part.ratio)
 
@@ -276,7 +273,7 @@ class Remeasurement:
         fed, device = self.record.input, self.record.key.environment.device.kind
         context = SearchContext(device=device, loaded=True, workers=2, any_order=True)
         return {
-            name: Config(self.advised | ({} if name == WORKERS else fed) | {name: values[0]})
+            name: self.advised | ({} if name == WORKERS else fed) | {name: values[0]}
             for name in fed
             if (values := BY_NAME[name].values(context))
         }
@@ -287,7 +284,7 @@ class Remeasurement:
         The simpler config takes over the measurements of the advice."""
         self.clock.release()
         for names in dict.fromkeys([tuple(idle), tuple(idle[-1:])]) if idle else ():
-            simple = self.advised.replace(**{name: self.base[name] for name in names})
+            simple = self.advised | self.base.only(*names)
             rates = self._rates
             if simple not in rates:
                 rates, _lost = race(self._visitor, [self.base, self.advised, simple])
@@ -340,7 +337,7 @@ def parts_of(
     for name, config in without.items():
         ratio = paired(rates[whole], rates.get(config, []))
         if math.isfinite(ratio.high):
-            knob = Config({name: whole[name]})
+            knob = whole.only(name)
             yield Part(knob=knob, ratio=ratio.mean, low=ratio.low, high=ratio.high, stage=stage)
 
 

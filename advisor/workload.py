@@ -46,8 +46,7 @@ from advisor.tuners.search.plan import Plan, Progress
 from advisor.tuners.search.space import Space, ladder
 from advisor.tuners.target import parse
 
-DATA_S = 60.0
-"""Timeout to create a dataset, in seconds; twice the budget if that is longer."""
+DATA_S = 60.0  # timeout to create a dataset, in seconds; twice the budget if that is longer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,8 +28,7 @@ UNKNOWN = "?"
 """An unknown size in a task's `others`, as in 'mask 16x? bool'; `shapes` has 1 in its place."""
 _INPUT = re.compile(r"(\S+) ([\d?]+(?:x[\d?]+)*) (\w+)")
 
-Standing = tuple[float, ...]
-"""Sort key of a stored key for a query; lower is better."""
+Standing = tuple[float, ...]  # sort key of a stored key for a query; lower is better
 _MISS = 4
 
 

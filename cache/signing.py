@@ -204,7 +204,7 @@ def insecure_reason(path: Path, descriptor: int, group_reads: bool = False) -> s
             if fault := _fault(step, last):
                 return fault
     except OSError as exc:
-        return f"{path}: {exc.strerror or exc}"
+        return f"{path}: {reason(exc)}"
     if not os.path.samestat(found, last):
         return f"{path} was replaced while it was read"
     readers = stat.S_IROTH if group_reads else stat.S_IRGRP | stat.S_IROTH

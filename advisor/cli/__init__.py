@@ -15,8 +15,7 @@ import advisor
 from advisor.cli.options import DONE, FAILED, INTERRUPTED, WRONG_USAGE, json_line, warn
 from advisor.errors import AdvisorError, UsageError
 
-MAX_WORD = 300
-"""Characters of a word in an error. Of a longer word, only the start is shown."""
+MAX_WORD = 300  # characters of a word in an error; of a longer word, only the start is shown
 _COMMANDS = {
     "Tune and run": {**dict.fromkeys(("tune", "fit"), "measuring"), "run": "running"},
     "Check and compare": dict.fromkeys(("check", "compare"), "measuring"),

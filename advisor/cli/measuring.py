@@ -105,7 +105,8 @@ def tune(
     # Only a server's worker, which uses --for, must know that the tuning is unfinished.
     code = options.UNFINISHED if url and not found.finished else DONE
     code = options.INTERRUPTED if found.interrupted else code
-    yield Output(_tuning(found, cache, progress, code), code)
+    document = _tuning(found, cache, progress, code)
+    yield Output(lambda: document, code)
 
 
 @click.command(cls=OrCommand, options_metavar="[OPTIONS] -- COMMAND")
@@ -156,7 +157,7 @@ def fit(
         code = code or FAILED
     document, slowed = _tuning(found, cache, progress, code), slower or None
     batches = memory.batches(record)
-    yield Output(lambda: {"slowdown": slowed, "batches": batches, **document()}, code)
+    yield Output(lambda: {"slowdown": slowed, "batches": batches, **document}, code)
 
 
 @click.command(cls=OrCommand, options_metavar="[OPTIONS] -- COMMAND")
@@ -272,16 +273,14 @@ def _percent(text: str) -> float:
     return float(found[1]) / 100
 
 
-def _tuning(
-    found: Tuned, cache: str | None, progress: Shown, code: int
-) -> Callable[[], dict[str, Any]]:
-    """Report the end of a tuning as an event. Returns a function that makes its document."""
+def _tuning(found: Tuned, cache: str | None, progress: Shown, code: int) -> dict[str, Any]:
+    """Report the end of a tuning as an event. Returns its document."""
     status = "tuned" if found.finished else "unfinished"
     status = "known" if found.known or found.earlier else status
     record = as_data(found.record, cache, finished=found.finished)
     about = {"exit_code": code, "status": status, "record": record["id"]}
     progress.events({"event": "result", **about, "advice": record["advice"]})
-    return lambda: {"status": status, "remarks": list(found.remarks), "record": record}
+    return {"status": status, "remarks": list(found.remarks), "record": record}
 
 
 def _progress(plan: Plan, given: Mapping[str, Any]) -> tuple[Shown, Callable[[str], None] | None]:

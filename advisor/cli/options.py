@@ -215,8 +215,7 @@ class Output:
     code: int = DONE
 
 
-Parts = Iterator["str | RenderableType | Output"]
-"""Lines and tables for people, and last an Output."""
+Parts = Iterator["str | RenderableType | Output"]  # lines and tables for people, last an Output
 
 
 def json_or_text(command: Callable[..., Parts]) -> Command:

@@ -37,8 +37,7 @@ from advisor.resolve.request import Request
 from advisor.tuners.environment import default_device, detect
 from advisor.tuners.knobs import described
 
-RECORDS_SHOWN = 200
-"""Records that a list reads."""
+RECORDS_SHOWN = 200  # records that a list reads
 
 
 @click.command()

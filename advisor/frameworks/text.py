@@ -52,9 +52,7 @@ class Emitted:
             raise NoRecord(f"{record.id} was tuned for mode {task.mode}; {title} only trains")
         # The advice may save less memory than the baseline.
         require(lacks(record.baseline.config.without(*SAVING)))
-        request = Request(
-            batch=batch, free=free, fits=lambda _record, config: not lacks(config, batch)
-        )
+        request = Request(batch=batch, free=free, fits=lambda config: not lacks(config, batch))
         answered = answer(record, request)
         require(lacks(answered.config.only(*SAVING)))
         self.framework, self.reason = framework, answered.reason

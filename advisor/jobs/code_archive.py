@@ -31,8 +31,7 @@ from advisor.errors import UsageError, printable
 if TYPE_CHECKING:
     from pathspec import GitIgnoreSpec
 
-NEEDS_CODE = 428
-"""The HTTP status of a server that does not have a job's archive yet."""
+NEEDS_CODE = 428  # the HTTP status of a server that does not have a job's archive yet
 MAX_PACKED = 32 * 2**20
 MAX_UNPACKED = 256 * 2**20
 MAX_FILES = 20_000
@@ -45,12 +44,9 @@ __pycache__/ *.py[co] *.egg-info/ .mypy_cache/ .pytest_cache/ .ruff_cache/ .ipyn
 """
 """Untracked files that are never code, or are secrets."""
 DATA = "*.pt *.pth *.ckpt *.safetensors *.bin *.onnx *.npy *.npz *.h5 *.parquet *.tar *.zip"
-LARGE = 2**20
-"""Untracked files of DATA with more bytes than this are left out."""
-_LISTED = 5
-"""Names in a message, at most."""
-_HEADERS = 4096
-"""Bytes of headers and padding that a file may have in an archive, on average."""
+LARGE = 2**20  # untracked files of DATA with more bytes than this are left out
+_LISTED = 5  # names in a message, at most
+_HEADERS = 4096  # bytes of headers and padding that a file may have in an archive, on average
 _TYPES = (tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.DIRTYPE, tarfile.SYMTYPE)
 
 

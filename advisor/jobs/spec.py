@@ -15,7 +15,7 @@ import msgspec
 
 from advisor.cache.domain import is_line
 from advisor.cache.kinds import Words
-from advisor.cache.task import Task, option_words, permissions, rows
+from advisor.cache.task import Task, option_words, permissions, rows, shell
 from advisor.errors import AdvisorError, UsageError, printable
 from advisor.tuners.search.plan import Plan
 
@@ -23,13 +23,10 @@ State = Literal["queued", "preempted", "running", "done", "failed", "cancelled"]
 STATES: tuple[State, ...] = get_args(State)
 WAITING: tuple[State, ...] = ("queued", "preempted")
 LIVE: tuple[State, ...] = (*WAITING, "running")
-MAX_STUDY = 8 * 2**20
-"""Bytes of one search file, at most."""
-MAX_REPORTED_TRIALS = 200
-"""Trials in one heartbeat of a worker, at most."""
+MAX_STUDY = 8 * 2**20  # bytes of one search file, at most
+MAX_REPORTED_TRIALS = 200  # trials in one heartbeat of a worker, at most
 MAX_GPUS = 64
-MAX_SPEC_BYTES = 2**16
-"""Bytes of a spec as JSON, at most."""
+MAX_SPEC_BYTES = 2**16  # bytes of a spec as JSON, at most
 _MAX_SHOWN = 300
 _GPU = re.compile(r"[A-Za-z0-9][A-Za-z0-9 ._+/-]{0,63}")
 _OF_PLAN = {row.keyword for row in rows(Plan).values()}
@@ -156,8 +153,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             raise UsageError(f"{more[0][:80]}: not an option; expected one of {known}")
         if self.command:
             return _words(Task, permissions(given))
-        task = Task.of(self.target, given)
-        return _words(Task, {name: getattr(task, name) for name in rows(Task)})
+        return shell(Task.of(self.target, given))
 
 
 msgspec.json.Decoder(JobSpec)  # described before threads use it; see `cache.codec`

@@ -44,16 +44,12 @@ from advisor.tuners.environment import Gpu, gpus
 from advisor.tuners.measure.run.guarded_process import GuardedProcess, exit_text
 
 HEARTBEAT_S = 2.0
-SERVER_TIMEOUT_S = 900.0
-"""The worker gives up on a server that does not answer for this long."""
-STARTS_S = 1800.0
-"""Time for imports and the like: a tuning may take twice its budget and this time."""
-STORE_TIMEOUT_S = 10.0
-"""Timeout of one request."""
+SERVER_TIMEOUT_S = 900.0  # the worker gives up on a server that does not answer for this long
+STARTS_S = 1800.0  # time for imports and the like: a tuning may take twice its budget and this time
+STORE_TIMEOUT_S = 10.0  # timeout of one request
 UPLOAD_RATE = 2**17
 """Bytes per second of uploads of a search file, on average: it grows, and is sent whole."""
-MAX_OUTPUT = 2**16
-"""Bytes of output in one heartbeat, at most."""
+MAX_OUTPUT = 2**16  # bytes of output in one heartbeat, at most
 MAX_REASON = 500
 ONLY_BASELINE = 3
 """The exit code of `advisor tune --for` if its budget left time for the baseline only."""
@@ -185,8 +181,7 @@ class JobWorker:
         self._code, self._cache, self._tmp = (folder / one for one in ("code", "cache", "tmp"))
         self._studies = self._cache / "studies"
         self._events, self._output = folder / "events", folder / "output"
-        self._sent = 0, 0
-        """How many bytes of these two files the server has."""
+        self._sent = 0, 0  # how many bytes of these two files the server has
         self._uploaded: dict[str, tuple[float, float]] = {}
         """By search file: its time of change when it was uploaded, and when it may be again."""
         self._gpus: Callable[[], Sequence[Gpu]] = list
@@ -203,7 +198,7 @@ class JobWorker:
         except (AttemptFailed, UsageError, RecordDamaged) as exc:
             outcome = Outcome("failed", printable(" ".join(str(exc).split())))
         except OSError as exc:  # from this machine: connections raise StoreError
-            why = f"{socket.gethostname()}: {self._folder}: {exc.strerror or exc}"
+            why = f"{socket.gethostname()}: {self._folder}: {reason(exc)}"
             outcome = Outcome("failed", printable(why))
         self._server.retry(lambda: self._server.ask("POST", "attempt/end", outcome._asdict()))
 

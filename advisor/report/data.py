@@ -10,8 +10,7 @@ from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.table import Table as RichTable
 from rich.text import Text
 
-FULL_WIDTH = 100
-"""A terminal with fewer columns leaves out the `spare` columns of a table."""
+FULL_WIDTH = 100  # a terminal with fewer columns leaves out the `spare` columns of a table
 
 
 class Row(NamedTuple):

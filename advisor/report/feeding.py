@@ -17,10 +17,8 @@ from advisor.tuners.measure.worker.wire import SampleCosts
 
 LOADER_KNOBS = tuple(knob.name for knob in KNOBS if knob.stage == INPUT)
 WORKER_DEFAULTS = TORCH | {"prefetch_factor": worker_limits.PREFETCH_FACTOR}
-KEEPS_UP = 0.95
-"""A loader that delivers this share of the step's own speed does not limit the step."""
-MIN_PART = 0.05
-"""Parts that take a smaller share of a sample's time get no line."""
+KEEPS_UP = 0.95  # a loader that delivers this share of the step's own speed does not limit the step
+MIN_PART = 0.05  # parts that take a smaller share of a sample's time get no line
 UNTUNED = (
     "The loader is not tuned: name its dataset with --data data.py:make_dataset, or "
     "torchvision:FakeData."

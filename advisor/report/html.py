@@ -18,8 +18,7 @@ from advisor.report.data import Comparison, Timeline
 from advisor.report.sections import report
 from advisor.report.text import duration, rate
 
-STEPS = (1.0, 2.0, 2.5, 5.0, 10.0)
-"""Possible distances between two ticks, up to a power of ten."""
+STEPS = (1.0, 2.0, 2.5, 5.0, 10.0)  # possible distances between two ticks, up to a power of ten
 BEYOND = 1.6
 """Intervals are cut at this multiple of the largest value, or they would flatten the others."""
 

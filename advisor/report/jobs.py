@@ -12,8 +12,7 @@ from advisor.jobs.spec import WAITING
 from advisor.report.data import Table
 from advisor.report.text import age, ago, cut, rate
 
-_NAMED = 5
-"""The most names of files that are listed as not sent."""
+_NAMED = 5  # the most names of files that are listed as not sent
 
 
 def listing(jobs: Sequence[Job]) -> Table:

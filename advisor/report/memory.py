@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from advisor.cache.config import Config
-from advisor.cache.record import Record, Trial
+from advisor.cache.reader import grouped
+from advisor.cache.record import Record
 from advisor.cache.shown import size, times
 from advisor.cache.task import OFFLOADED
 from advisor.errors import printable
@@ -66,9 +67,7 @@ def ladder(record: Record) -> Table:
     trials = (one for one in record.trials if one.stage == "compute")
     tried = [one for one in trials if one.config.batch == record.batch]
     over, advised = ratios(tried, record.baseline.config), record.winner(record.use).config
-    ways: dict[Config, list[Trial]] = {}
-    for trial in tried:
-        ways.setdefault(trial.config.only(*SAVING), []).append(trial)
+    ways = grouped(tried, lambda one: one.config.only(*SAVING))
     wrong = {one.config for one in record.trials if one.measurement.outcome == "wrong"}
     for way in sorted(ways, key=_effort):
         fits = [one for one in ways[way] if one.measurement.ok and one.config not in wrong]

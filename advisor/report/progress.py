@@ -19,8 +19,7 @@ from advisor.report.text import WRONG, duration, outcome, rate
 if TYPE_CHECKING:
     from advisor.tuners.search.journal import JournaledTrial
 
-SHOWN_WAIT = 0.05
-"""A smaller share of time spent waiting for data is not shown."""
+SHOWN_WAIT = 0.05  # a smaller share of time spent waiting for data is not shown
 
 
 class Shown(Events):

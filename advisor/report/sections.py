@@ -25,8 +25,7 @@ from advisor.report.text import age, duration, outcome, rate, ratios, spread
 from advisor.resolve.answer import DOUBTFUL, advises, break_even, doubtful, is_clear, unverified
 from advisor.tuners.knobs import INPUT_PIPELINE, caveats, described
 
-WAITED = 0.1
-"""A run that waits for data for a smaller share of its time gets no line about it."""
+WAITED = 0.1  # a run that waits for data for a smaller share of its time gets no line about it
 
 
 def report(record: Record, cache: str | None = None, line: str = "") -> Report:

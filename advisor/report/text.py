@@ -12,8 +12,7 @@ from advisor.cache.shown import speedup
 WRONG = "wrong result"
 AGES = {"years": 31_557_600, "months": 2_629_800, "d": 86_400, "h": 3600, "min": 60}
 """Seconds of each unit that an age is shown in."""
-LISTED = 80
-"""Characters of a command or a reason in a list."""
+LISTED = 80  # characters of a command or a reason in a list
 
 
 def rate(samples_per_s: float) -> str:

@@ -19,10 +19,8 @@ from advisor.tuners.length import Length, Pace, first_step_seen
 from advisor.tuners.length import break_even as overtaking
 from advisor.tuners.search.ratio import is_doubtful, unsteady
 
-NOISE = 1.03
-"""A smaller ratio between two configs that were measured once each may be noise."""
-LEAST_GAIN = 1.01
-"""A smaller gain is not advised, if no race chose the config."""
+NOISE = 1.03  # a smaller ratio between two configs that were measured once each may be noise
+LEAST_GAIN = 1.01  # a smaller gain is not advised, if no race chose the config
 DOUBTFUL = (
     "Doubtful: the host was busy. During the tuning, the baseline's speed changed by more than the "
     "result's interval, so configs that seemed to gain are not advised"
@@ -56,13 +54,13 @@ def _served(
     """A config as Served; the reason says whether its numerics are in doubt."""
     doubt = unverified(record, config)
     return Served(
-        config=Config(config | record.input),
+        config=config | record.input,
         reason=reason + doubt,
         doubt=doubt,
         record=record,
         use=request.use,
         # Settings that the task asks for, such as determinism, do not count as torch's default.
-        default=Config(record.baseline.config | knobs.TORCH),
+        default=record.baseline.config | knobs.TORCH,
         flags=flags,
         gains=gains or {},
     )
@@ -141,9 +139,8 @@ def _best(record: Record, request: Request, length: Length | None = None) -> Ser
             beaten = f"over {length} at batch {batch} no config pays"
         return _served(record, request, default, f"torch's default: {beaten}")
     gain = rate(best) / rate(base) if rate(base) else math.inf
-    reason, how = f"{times(gain)} torch's default", "each measured once"
-    if best.raced and base.raced:
-        how = "raced"
+    reason = f"{times(gain)} torch's default"
+    how = "raced" if best.raced and base.raced else "each measured once"
     # A script that only calls apply() gets the default, unless a race at this batch chose flags.
     flags, chosen = default.at(best.config.batch), record.winner(FLAGS)
     gains = {request.use: gain}

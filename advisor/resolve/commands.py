@@ -26,8 +26,7 @@ from advisor.tuners.knobs import SAVING
 from advisor.tuners.measure.run.guarded_process import isolated
 from advisor.tuners.measure.run.mapped_options import MappedOptions
 
-MAX_READ = 1_000
-"""The most records that are read, the newest first."""
+MAX_READ = 1_000  # the most records that are read, the newest first
 
 
 def of_command(records: Records, command: Sequence[str]) -> list[StoredRecord]:

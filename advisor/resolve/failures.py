@@ -19,8 +19,7 @@ from advisor.errors import StoreError, UsageError, printable
 from advisor.open_store import Cache, open_records
 
 MAX_FILE_BYTES = 4096
-READ_S, WRITE_S = 0.2, 1.0
-"""Timeouts in seconds: the file system may not respond."""
+READ_S, WRITE_S = 0.2, 1.0  # timeouts in seconds: the file system may not respond
 _FAULTS = (OSError, StoreError, UsageError)
 
 

@@ -58,10 +58,8 @@ if TYPE_CHECKING:
 
 _LIBRARIES = ("advisor", "torch")
 """A warning skips the lines of these packages, and names the user's own line."""
-PATIENCE_S = 2.0
-"""Timeout of remote stores for compiled code, in seconds."""
-WAIT_S = 60.0
-"""Seconds that ranks wait for rank 0's lookup, which usually takes milliseconds."""
+PATIENCE_S = 2.0  # timeout of remote stores for compiled code, in seconds
+WAIT_S = 60.0  # seconds that ranks wait for rank 0's lookup, which usually takes milliseconds
 DISABLED = Served(status="disabled", reason="ADVISOR_DISABLE is set")
 AT_FIRST_STEPS = "the run's record is looked up at its first training steps"
 GOES_ON = "Training goes on unmodified"
@@ -385,13 +383,13 @@ def warn(message: str, *, speaks: bool | None = None) -> None:
     warnings.warn(f"advisor: {message}", AdvisorWarning, stacklevel=level)
 
 
-def warn_in_hook(message: str) -> None:
+def warn_in_hook(message: str, *, speaks: bool | None = None) -> None:
     """As `warn`, but print the message if warnings are errors, as with `python -W error`: a hook
     that raises would end the run."""
     try:
-        warn(message)
+        warn(message, speaks=speaks)
     except AdvisorWarning:
-        tell(message)
+        sys.stderr.write(f"advisor: {printable(message)}\n")
 
 
 def warn_of_failure(message: str) -> None:
@@ -400,11 +398,7 @@ def warn_of_failure(message: str) -> None:
     if group is not None:
         with contextlib.suppress(RuntimeError):  # the store is gone
             first = group.store.add("advisor/failed", 1) == 1
-    message = f"{named()}{message}"
-    try:
-        warn(message, speaks=first)
-    except AdvisorWarning:
-        sys.stderr.write(f"advisor: {printable(message)}\n")
+    warn_in_hook(f"{named()}{message}", speaks=first)
 
 
 def tell(message: str) -> None:

@@ -41,8 +41,7 @@ from advisor.tuners.search.plan import Plan
 PATIENCE_ALONE_S, PATIENCE_RANKS_S = 60.0, 600.0
 """Timeout for an answer of the search process, in seconds, its start included. With several ranks,
 one rank may have to wait while another evaluates or writes a checkpoint."""
-LEAVE_S = 10.0
-"""Seconds for the search process to end by itself after its last answer."""
+LEAVE_S = 10.0  # seconds for the search process to end by itself after its last answer
 PERMISSIONS = ("precisions", "deterministic", "max_memory", "tolerance", "compile", "allow")
 """Arguments of apply() that limit the advice for a run."""
 _searches = itertools.count()
@@ -50,7 +49,7 @@ _searches = itertools.count()
 
 def apply_to_script(model: Model, asked: Mapping[str, Any], *, strict: bool) -> Advice:
     """Advice that changes nothing yet. Attaches a pilot, which looks up the run's own record."""
-    request = Request.attempt(model, {**asked, "quiet": model.mode != "infer"})
+    request = Request.attempt(model, asked, quiet=model.mode != "infer")
     guide, tune = None, asked["tune"]
     try:  # on every rank: only rank 0 looks up, but every rank has a pilot
         given = permissions({n: v for n, v in asked["permit"].given.items() if n in PERMISSIONS})

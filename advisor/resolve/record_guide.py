@@ -34,8 +34,7 @@ from advisor.tuners.faults import failure, is_out_of_memory, lost_rank, may_be_c
 
 _log = logging.getLogger("advisor")
 
-NOTED = "advisor: "
-"""Start of a note on an exception."""
+NOTED = "advisor: "  # start of a note on an exception
 _UNTRAINED = ": nothing was looked up or tuned, and the run was unmodified"
 _NOT_IN_FORCE = "advised, and not in force"
 _UNOFFERED = "the wrapper of this script's model does not permit it"
@@ -185,7 +184,7 @@ class RecordGuide:
         if stopped(exc) == "unfed":  # the loader's part was dropped; the rest stays in force
             config, own = self._request.config, self._request.own
             left = config.changed(own).only(*knobs.INPUT_PIPELINE)
-            fed = config.replace(**own.only(*left))
+            fed = config | own.only(*left)
             quiet, alone = settings.is_on("ADVISOR_KEEP_LOADER"), fed == own
             said = _without(left, str(exc), self._reason, alone=alone, quiet=quiet)
             self.finish(fed, own, said)
@@ -222,10 +221,10 @@ class RecordGuide:
 def _followed(record: Record, advised: Config, seen: ScriptFacts) -> tuple[Config, Config]:
     """(The config of a run that follows a record, the run's own config)."""
     base = record.baseline.config
-    own = base.replace(**{name: seen.own[name] for name in seen.own if name in base})
+    own = base | seen.own.only(*base)
     changed = advised.changed(base)
     left = {*seen.kept, *_unoffered(changed, seen)}
-    config = own.replace(**{n: v for n, v in changed.items() if n in own and n not in left})
+    config = own | changed.only(*own).without(*left)
     if knobs.workers(config) > max(seen.workers, knobs.workers(own)):
         config = config.replace(**{knobs.WORKERS: seen.workers})
     return config, own

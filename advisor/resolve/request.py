@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
     from advisor.resolve.answer import Candidate
 
-Fits = Callable[[Record, Config], bool]
-"""Whether a config of a record can be followed whole, e.g. by a framework."""
 _SHOWN = ("command", "shapes", "dtype", "mode", "optimizer", "processes", "others", "script")
 """Fields of a Task that the first steps of a run show."""
 
@@ -41,7 +39,7 @@ class Request:
         target: a target's name, the model itself, or None for the run of this script.
         given: checked fields of a Task; a missing field may have any value.
         batch: the batch that the script names; None for any batch, or for the best (`free`).
-        use: how the script uses advice; `fits`: whether it can follow a config.
+        use: how the script uses advice; `fits`: whether it can follow a whole config.
         plan: the length of the job.
         model, threads: those of a run; None for those of the target and this process.
         interconnect: that of a run's ranks; None for any.
@@ -55,7 +53,7 @@ class Request:
     use: str = LOOP
     device: str = ""
     free: bool = False
-    fits: Fits = field(default=lambda _record, _config: True, compare=False)
+    fits: Callable[[Config], bool] = field(default=lambda _config: True, compare=False)
     plan: Plan = Plan()  # noqa: RUF009 # immutable
     cache: Cache = None
     model: str | None = None
@@ -66,8 +64,8 @@ class Request:
 
     @classmethod
     def of(cls, target: object, asked: Mapping[str, Any]) -> Request:
-        """A request from the arguments of `advisor.apply`, from fields of a Task by keyword, and
-        `fits` and `quiet`. Raises UsageError if one is wrong."""
+        """A request from the arguments of `advisor.apply`, and from fields of a Task by keyword.
+        Raises UsageError if one is wrong."""
         model, own = Model.of(target), dict(asked)  # type: ignore[arg-type]
         if not isinstance(model.target, str | None):  # else torch is not imported
             said = "a target's name or an nn.Module"
@@ -82,7 +80,6 @@ class Request:
             )
         batch, capture = own.pop("batch", None), own.pop("capture", False)
         plan = Plan.of(Budget(length=own.pop("length", None)).given)
-        unchanged = {name: own.pop(name) for name in ("fits", "quiet") if name in own}
         cache = urls_of(own.pop("store", None))
         check_type("capture", capture, bool | None, "True or False")
         found = checked(Task, own | model.given | permit.given)
@@ -105,22 +102,21 @@ class Request:
             use=CAPTURE if capture else LOOP,
             plan=plan,
             cache=cache,
-            **unchanged,
         )
 
     @classmethod
-    def attempt(cls, target: object, asked: Mapping[str, Any]) -> Request:
+    def attempt(cls, target: object, asked: Mapping[str, Any], *, quiet: bool = False) -> Request:
         """As `of`, but a wrong argument is raised by the lookup; what is right of the device and
         the shape is kept for the advice that changes nothing."""
         try:
-            return cls.of(target, asked)
+            return dataclasses.replace(cls.of(target, asked), quiet=quiet)
         except Exception as exc:  # `serve` reports it
             device = target.device if isinstance(target, Model) else None
             sound: dict[str, Any] = {}
             for name, value in (("shape", asked.get("shape")), ("device", device)):
                 with contextlib.suppress(Exception):
                     sound |= checked(Task, {name: value})
-            batch, quiet = _known_batch(sound, asked.get("batch")), bool(asked.get("quiet"))
+            batch = _known_batch(sound, asked.get("batch"))
             device = sound.get("device") or environment.default_device()
             return cls(device=device, batch=batch, quiet=quiet, wrong=exc)
 
@@ -151,7 +147,7 @@ class Request:
             not (most and one.peak_bytes > most)
             and knobs.permits(self.given, one.config)
             and knobs.follows(self.use, one.config, record.baseline.config)
-            and self.fits(record, one.config)
+            and self.fits(one.config)
         )
 
     def query(self) -> Query:

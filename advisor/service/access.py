@@ -32,8 +32,7 @@ from advisor.service.tokens import Caller
 COOKIE = "advisor_session"
 _BEARER = HTTPBearer(auto_error=False, description="A token that `advisor token` made.")
 Owner = TypeVar("Owner")
-MAX_UNTRUSTED = 2**14
-"""Largest body in bytes that is read without a valid token, such as a login's."""
+MAX_UNTRUSTED = 2**14  # largest body in bytes that is read without a valid token, such as a login's
 _MAX_KNOWN = 10_000
 
 

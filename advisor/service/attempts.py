@@ -24,15 +24,12 @@ from advisor.service.tokens import Caller, note
 
 LEASE_S = 60.0
 """An attempt without a heartbeat for this long is lost, unless its executor sees it run."""
-MAX_LOST = 5
-"""A job fails after this many lost attempts."""
+MAX_LOST = 5  # a job fails after this many lost attempts
 PAUSE_S, MAX_PAUSE_S = 30.0, 600.0
 """First and longest pause of a job that no executor started, or whose worker could not begin. The
 pause doubles each time."""
-OVERTAKE_S = 600.0
-"""Later, smaller jobs may overtake a waiting job for this long."""
-MAX_STUDIES = 16
-"""Search files of one job, at most."""
+OVERTAKE_S = 600.0  # later, smaller jobs may overtake a waiting job for this long
+MAX_STUDIES = 16  # search files of one job, at most
 _CUT = "\n[advisor: the log ends here: it is too long]\n"
 
 End = Literal["done", "failed", "preempted"]

@@ -19,8 +19,7 @@ from advisor.service.tokens import Caller, note
 
 QUOTAS: Mapping[type[Stored], int] = {Archive: 2 * 2**30, ArtifactsRow: 16 * 2**30, Item: 2 * 2**30}
 """Bytes of one token in a table."""
-MAX_KEYS = 10_000
-"""Keys on one page."""
+MAX_KEYS = 10_000  # keys on one page
 ARCHIVES_KEPT_S, ARTIFACTS_KEPT_S = 7 * DAY_S, DAY_S
 """How long archives are kept after their last job was submitted, and artifacts without a record."""
 _GZIP = b"\x1f\x8b\x08"

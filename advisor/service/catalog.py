@@ -16,8 +16,7 @@ from advisor.service import lookups
 from advisor.service.records import Trust
 from advisor.service.schema import Item
 
-ON_A_PAGE = 50
-"""Records, or jobs, on one page of a list."""
+ON_A_PAGE = 50  # records, or jobs, on one page of a list
 COLUMNS = ("model", "device", "framework", "speedup", "trust", "used", "created")
 Short = Annotated[str, Field(max_length=LONGEST)]
 

@@ -14,17 +14,15 @@ from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 from sqlalchemy.orm import Session
 
 from advisor.cache.stores.filesystem import make_folder, network
-from advisor.errors import StoreError, UsageError
+from advisor.errors import StoreError, UsageError, reason
 from advisor.service import migrations
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 DAY_S = 86_400.0
-WAITS_S = 10
-"""Timeout of a lock, a statement or a connection."""
-_UPGRADES_S = 1800
-"""Timeout of a change of the tables, in this server or another."""
+WAITS_S = 10  # timeout of a lock, a statement or a connection
+_UPGRADES_S = 1800  # timeout of a change of the tables, in this server or another
 _CONNECTIONS = 16
 _STARTING = 0x61647669
 """An advisory lock, so that servers of one PostgreSQL start one after another."""
@@ -81,7 +79,7 @@ class Database:
                 self.file.touch(0o600)
                 self.file.chmod(0o600)  # SQLite gives its -wal and -shm the same mode
             except OSError as exc:
-                raise StoreError(f"database {self.url}: {exc.strerror or exc}") from exc
+                raise StoreError(f"database {self.url}: {reason(exc)}") from exc
         with self.writing() as session:
             connection = session.connection()
             if not self.file:
@@ -121,9 +119,9 @@ class Database:
         try:
             yield
         except SQLAlchemyError as exc:
-            why = getattr(exc, "orig", None) or exc
-            reason = (str(why).splitlines() or [""])[0][:200] or type(why).__name__
-            raise StoreError(f"database {self.url}: {reason}") from exc
+            cause = getattr(exc, "orig", None) or exc
+            why = (str(cause).splitlines() or [""])[0][:200] or type(cause).__name__
+            raise StoreError(f"database {self.url}: {why}") from exc
 
 
 def now(session: Session) -> float:

@@ -20,10 +20,8 @@ from advisor.service.pages import PAGES, Form, ReadVisit, SubmitVisit
 from advisor.service.routes.parsing import Before, RowNumber, found
 from advisor.service.schema import Attempt, JobRow
 
-TRIALS_SHOWN = 200
-"""Trials in a table; a chart has all of them."""
-LOG_SHOWN = 2**16
-"""Characters that a page shows of the end of a log."""
+TRIALS_SHOWN = 200  # trials in a table; a chart has all of them
+LOG_SHOWN = 2**16  # characters that a page shows of the end of a log
 
 site = APIRouter(**PAGES)
 

@@ -21,26 +21,21 @@ from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
 from advisor.cache.domain import line
-from advisor.errors import UsageError
+from advisor.errors import UsageError, printable
 from advisor.jobs.spec import LIVE, STATES, WAITING, JobSpec
 from advisor.service import blobs, records
 from advisor.service.database import DAY_S, now
 from advisor.service.schema import Attempt, JobRow, Log, Study, Token, TrialRow
 from advisor.service.tokens import Caller, note
 
-MAX_LIVE = 200
-"""Unfinished jobs of one token, at most."""
+MAX_LIVE = 200  # unfinished jobs of one token, at most
 MAX_JOBS = 10_000
-MAX_JOB_TRIALS = 10_000
-"""Trials of one job, at most; later trials are dropped."""
-MAX_LOG = 4 * 2**20
-"""Characters of one job's log, at most."""
-MAX_PIECES = 512
-"""Rows of a log in one answer, at most; a heartbeat adds one row."""
+MAX_JOB_TRIALS = 10_000  # trials of one job, at most; later trials are dropped
+MAX_LOG = 4 * 2**20  # characters of one job's log, at most
+MAX_PIECES = 512  # rows of a log in one answer, at most; a heartbeat adds one row
 LOG_KEPT_S, STUDIES_KEPT_S, ATTEMPTS_KEPT_S = 30 * DAY_S, DAY_S, 90 * DAY_S
 """Time since a job was over. Trials are kept as long as their attempts."""
-_MAX_REMOVED = 1000
-"""Attempts removed in one transaction, at most."""
+_MAX_REMOVED = 1000  # attempts removed in one transaction, at most
 _MAX_REASON = 500
 _ESCAPES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)")
 """Escape sequences of terminals: colours, titles."""
@@ -240,7 +235,7 @@ def tail(session: Session, number: int, most: int) -> str:
 def log_text(text: str) -> str:
     """A log without escape sequences and control characters."""
     plain = _ESCAPES.sub("", text).replace("\r\n", "\n").replace("\r", "\n")
-    return "".join(char if char.isprintable() or char in "\n\t" else "?" for char in plain)
+    return printable(plain, keep="\n\t")
 
 
 def tidy(session: Session) -> None:

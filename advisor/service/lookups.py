@@ -18,10 +18,8 @@ from advisor.service.schema import Item, Lookup
 
 BY_MATCH: Mapping[MatchKind, str] = {"exact": "exact", "compatible": "stale", "miss": "nearest"}
 """The outcome, by how the nearest record matches; 'miss' if there is no record."""
-DAYS, KEPT_DAYS = 30, 400
-"""Days of lookups that the pages count, and that the database keeps."""
-MAX_KINDS = 2000
-"""Different lookups that are counted between two writes, at most."""
+DAYS, KEPT_DAYS = 30, 400  # days of lookups that the pages count, and that the database keeps
+MAX_KINDS = 2000  # different lookups that are counted between two writes, at most
 MAX_DEVICE = 100
 
 

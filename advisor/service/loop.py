@@ -11,8 +11,7 @@ from advisor.errors import StoreError
 
 LATE_PERIODS, LATE_LOOP_S = 5, 120.0
 """A loop is late after this many periods, but not before this many seconds."""
-MAX_LOOP_PAUSE_S = 300.0
-"""The longest pause after failures; each failure in a row doubles it."""
+MAX_LOOP_PAUSE_S = 300.0  # the longest pause after failures; each failure in a row doubles it
 _log = logging.getLogger("advisor")
 
 

@@ -29,8 +29,7 @@ from advisor.service.executors import (
 from advisor.service.schema import JobRow
 
 EVERY_S = 2.0
-ASKS_S = 5.0
-"""Time between two requests for an executor's capacity if no job waits."""
+ASKS_S = 5.0  # time between two requests for an executor's capacity if no job waits
 SILENT_S = 5 * LEASE_S
 """An attempt without a heartbeat for this long is lost even if its executor sees it run."""
 _log = logging.getLogger("advisor")

@@ -36,12 +36,10 @@ MAX_RECORDS, MAX_NEAREST = 32, 8
 """Most matching records, and most near records, in one answer, each with all its versions."""
 MAX_ANSWER_BYTES = 2**22
 """Most bytes of records in a lookup's answer. Of further records, only the keys are sent."""
-MAX_FETCHED = 2**24
-"""Bytes in the answer to a request for records by their keys, at most."""
+MAX_FETCHED = 2**24  # bytes in the answer to a request for records by their keys, at most
 _MAX_TERMS, _MAX_FOUND = 1000, 4 * MAX_RECORDS
 """Terms that match equally well, and records with these terms, that a lookup reads at most."""
-_MAX_KNOWN = 4000
-"""Records whose parsed fields stay in memory, about 5 KB each."""
+_MAX_KNOWN = 4000  # records whose parsed fields stay in memory, about 5 KB each
 
 Digest12 = Annotated[str, Field(pattern=r"^[0-9a-f]{12}$|^$")]
 Batch = Annotated[int | None, Field(ge=0, lt=10**10)]

@@ -17,7 +17,7 @@ from sqlalchemy.orm import Session
 
 from advisor.cache.records import Records
 from advisor.cache.signing import KeyRing
-from advisor.errors import UsageError
+from advisor.errors import UsageError, reason
 from advisor.open_store import refusal
 from advisor.service import blobs, jobs, lookups, reconcile, tokens
 from advisor.service.access import Service
@@ -30,14 +30,11 @@ from advisor.tuners.host import keep_private
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _CONNECTIONS = 2000
-_FILES = 500
-"""Open files besides connections, at most."""
+_FILES = 500  # open files besides connections, at most
 _IDLE_S = 75
-_COUNTS_S = 30.0
-"""Time between two writes of the counts of lookups, and of tokens' uses."""
+_COUNTS_S = 30.0  # time between two writes of the counts of lookups, and of tokens' uses
 _TIDIES_S = 3600.0
-_STOPS_S = 10
-"""How long a server that stops waits for requests that it is answering."""
+_STOPS_S = 10  # how long a server that stops waits for requests that it is answering
 
 
 class Server(uvicorn.Server):
@@ -86,8 +83,7 @@ class Where:
         try:
             listening = socket.create_server((self.host, self.port), family=family, backlog=1024)
         except (OSError, OverflowError) as exc:
-            why = getattr(exc, "strerror", "") or exc
-            raise UsageError(f"--host {self.host} --port {self.port}: {why}") from exc
+            raise UsageError(f"--host {self.host} --port {self.port}: {reason(exc)}") from exc
         # Connections inherit this option. Without it, an answer's body comes 40 ms after its head.
         listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return listening

@@ -19,11 +19,9 @@ from advisor.service.schema import Session as Browser
 
 SESSION_S = 12 * 3600.0
 AUDIT_KEPT_S = 400 * DAY_S
-ATTEMPT_S = DAY_S
-"""An attempt's token is valid for twice the job's budget, plus this time."""
+ATTEMPT_S = DAY_S  # an attempt's token is valid for twice the job's budget, plus this time
 TOKEN_NAME = r"^[\w.@+-][\w .@+-]{0,63}$"
-NEVER = 1e11
-"""Unix seconds at which every token has expired."""
+NEVER = 1e11  # Unix seconds at which every token has expired
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 from advisor.cache.stores import filesystem
 from advisor.cache.stores.store import BLOBS, MAX_BYTES, ByKey, ByteStore, blob_key, is_blob
 from advisor.cache.stores.timeout import check_deadline
-from advisor.errors import RecordDamaged, StoreError
+from advisor.errors import RecordDamaged, StoreError, reason
 
 SUFFIX = ".msgpack"
 _RECORD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./]{0,200}")
@@ -103,6 +103,4 @@ class DirStore(ByteStore):
 
     def _mapped(self, exc: Exception) -> StoreError:
         """The error to raise for a fault of the file system."""
-        return StoreError(
-            f"cache {self.path}: {getattr(exc, 'strerror', '') or exc}; {filesystem.REMEDY}"
-        )
+        return StoreError(f"cache {self.path}: {reason(exc)}; {filesystem.REMEDY}")

@@ -26,7 +26,7 @@ from advisor.cache.stores.dir import DirStore
 from advisor.cache.stores.filesystem import REMEDY, WRITING, check_folder, make_folder
 from advisor.cache.stores.store import BLOBS, MAX_BYTES, ByKey, is_blob
 from advisor.cache.stores.timeout import check_deadline, time_left
-from advisor.errors import RecordDamaged, StoreDamaged, StoreError
+from advisor.errors import RecordDamaged, StoreDamaged, StoreError, reason
 
 _READ_TIMEOUT_S = 10.0
 _WRITE_TIMEOUT_S = 60.0  # for other writers: a record took minutes to measure
@@ -266,7 +266,7 @@ def write_pack(path: Path, parts: Iterable[Iterable[tuple[str, bytes]]]) -> None
             made._database.replace(path)
     except (OSError, StoreError) as exc:
         cause = exc.__cause__ or exc  # what SQLite said, without the name of a temporary folder
-        raise StoreError(f"pack {path}: {getattr(cause, 'strerror', None) or cause}") from exc
+        raise StoreError(f"pack {path}: {reason(cause)}") from exc
 
 
 def _planted(database: sqlite3.Connection) -> str:

@@ -13,8 +13,7 @@ from typing import Literal, Protocol
 from advisor.errors import AdvisorError, UsageError, printable
 from advisor.jobs.spec import JobSpec, gpu_matches
 
-LOCAL, NONE, RAY = "local", "none", ("ray-jobs", "ray")
-"""The kinds of `advisor serve --executor`."""
+LOCAL, NONE, RAY = "local", "none", ("ray-jobs", "ray")  # the kinds of `advisor serve --executor`
 
 
 class Unplaceable(AdvisorError):

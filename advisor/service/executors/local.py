@@ -27,12 +27,12 @@ from pathlib import Path
 import platformdirs
 
 from advisor.cache.stores.filesystem import make_folder, remove_folder
+from advisor.errors import reason
 from advisor.service.executors import Capacity, ExecutorAway, Start, Status, Unplaceable, last_line
 from advisor.tuners.environment import Gpu, gpus
 from advisor.tuners.measure.run.guarded_process import exit_text
 
-GRACE_S = 15.0
-"""Time for a worker to save its search and report after SIGTERM. Then it is killed."""
+GRACE_S = 15.0  # time for a worker to save its search and report after SIGTERM; then it is killed
 _POLL_S = 0.05
 _MAX_PRINTED = 4096
 _PRINTED = "printed"
@@ -194,7 +194,7 @@ class Local:
                 self._workers = self._found()
             yield self._workers
         except OSError as exc:
-            raise ExecutorAway(f"{exc.filename}: {exc.strerror or exc}") from exc
+            raise ExecutorAway(f"{exc.filename}: {reason(exc)}") from exc
 
     def _found(self) -> dict[str, _Worker]:
         """Find workers of an earlier server, and remove the folders of workers that are gone."""

@@ -22,22 +22,20 @@ from urllib.parse import quote
 import msgspec
 import urllib3
 
-from advisor.errors import UsageError, printable
+from advisor.errors import UsageError, printable, reason
 from advisor.service.executors import Capacity, ExecutorAway, Start, Status, last_line
 
 ACCELERATOR = "ray.io/accelerator-type"
 """Ray labels a node with its kind of GPU: 'H100' for an 'NVIDIA H100 80GB HBM3'."""
 UNNAMED = "GPU without a label"
-PORT = 8265
-"""The REST API's port if the address names none."""
+PORT = 8265  # the REST API's port if the address names none
 FORMS = "ray-jobs:http[s]://HOST[:8265], or ray://HOST[:10001] where the REST API has port 8265"
 _FORM = re.compile(
     r"(?:ray-jobs:(?P<scheme>https?)|ray)://(?P<host>[\w.-]+|\[[0-9a-fA-F:.]+\])(?::(?P<port>\d{1,5}))?/?"
 )
 _WORKER = "exec python -m advisor.jobs.worker"
 """'exec' replaces the shell: Ray kills only the process that it started, not its children."""
-_WAITS_S = 15.0
-"""Timeout of a request: longer than Ray's head waits for a node to accept a job."""
+_WAITS_S = 15.0  # timeout of a request: longer than Ray's head waits for a node to accept a job
 _MAX_ANSWER = 64 * 2**20
 _MAX_NODES = 10_000
 _USED = re.compile(r"^([\d.]+)/[\d.]+ (GPU|CPU)\b", re.MULTILINE)
@@ -179,8 +177,8 @@ class RayExecutor:
             said = answer.read(_MAX_ANSWER)
             answer.close()
         except (OSError, urllib3.exceptions.HTTPError) as exc:
-            reason = getattr(exc.__cause__, "strerror", "") or str(exc) or type(exc).__name__
-            raise ExecutorAway(printable(reason)) from exc
+            why = getattr(exc.__cause__, "strerror", "") or str(exc) or type(exc).__name__
+            raise ExecutorAway(printable(why)) from exc
         if answer.status in (200, 404):
             return said if answer.status == 200 else b""
         why = last_line(said.decode(errors="replace"))
@@ -250,5 +248,5 @@ def _headers() -> dict[str, str]:
         try:
             token = path.read_text()
         except OSError as exc:
-            raise ExecutorAway(f"token file {path}: {exc.strerror or exc}") from exc
+            raise ExecutorAway(f"token file {path}: {reason(exc)}") from exc
     return {"Authorization": f"Bearer {token.strip()}"} if token.strip() else {}

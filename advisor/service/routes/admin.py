@@ -12,8 +12,7 @@ from advisor.service import jobs, records, tokens
 from advisor.service.access import AdminCaller, ReadCaller, ServiceDep
 from advisor.service.routes.parsing import Before, RowNumber, Strict, found
 
-MAX_EVENTS = 200
-"""Lines of the audit log on one page."""
+MAX_EVENTS = 200  # lines of the audit log on one page
 
 api = APIRouter(tags=["admin"])
 

@@ -11,8 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from advisor.cache.stores.http_client import BYTES
 
 Thing = TypeVar("Thing")
-MAX_LARGE = 4
-"""Large request bodies in memory at once, at most."""
+MAX_LARGE = 4  # large request bodies in memory at once, at most
 SENDS_BYTES: dict[str, Any] = {"requestBody": {"required": True, "content": {BYTES: {}}}}
 """The OpenAPI description of a body that is not JSON."""
 
