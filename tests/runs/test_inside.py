@@ -293,6 +293,24 @@ def test_config_that_raises_costs_one_step(
     assert net.dtypes == [torch.float32] * 12
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit")
+def test_a_traced_call_is_the_scripts_own(active_pilot: ActivePilot) -> None:
+    """As TensorBoard's `add_graph` makes it, between two steps."""
+    guide, net = TryConfig(), Net()
+
+    def batches() -> Iterator[Tensor]:
+        for x in torch.randn(12, 4, 3, 8, 8):
+            yield x
+            torch.jit.trace(net, x[:1], check_trace=False)
+
+    active_pilot.attach(guide)
+    trained(net, batches())
+    assert guide.seen.shape == (4, 3, 8, 8)
+    assert [one.outcome for one in guide.results] == ["ok", "ok"]
+    assert torch.bfloat16 in net.dtypes[::2]
+    assert set(net.dtypes[1::2]) == {torch.float32}
+
+
 class Samples(Dataset[Tensor]):
     """Records which samples this process has fetched."""
 

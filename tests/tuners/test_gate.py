@@ -136,6 +136,17 @@ def test_dynamic_shapes_compile_once_for_any_size(backend: Backend, trained: Tra
     assert backend.called == [0, 0, 0]
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit")
+def test_a_compiled_model_can_be_traced(backend: Backend) -> None:
+    net = Net()
+    net.compile(backend=backend)
+    gate.attach(net)
+    net(torch.ones(FULL, 4))
+    traced = torch.jit.trace(net, torch.ones(FULL, 4), check_trace=False)
+    assert (net.ran, backend.called) == ([FULL], [0])
+    assert torch.equal(traced(torch.ones(FULL, 4)), net(torch.ones(FULL, 4)))
+
+
 def test_checkpoint_recomputation_uses_the_same_code_as_the_forward_pass(backend: Backend) -> None:
     class Outer(nn.Module):
         def __init__(self) -> None:

@@ -129,7 +129,8 @@ class Gate:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         gradients = torch.is_grad_enabled()
-        if not (gradients or self._inference) or torch.compiler.is_compiling():
+        traces = torch.compiler.is_compiling() or torch.jit.is_tracing()
+        if not (gradients or self._inference) or traces:
             return self._plain(*args, **kwargs)
         one = signature(args, kwargs)
         if not self._sizes:

@@ -145,6 +145,8 @@ class CallHooks:
             # While torch.compile traces a hook, the hook must have no effect.
             if torch.compiler.is_compiling() or self._resting or in_backward():
                 return True
+            if torch.jit.is_tracing():  # for TensorBoard's graph of the model, as in YOLOv5
+                return True
             return get_worker_info() is not None  # a worker inherits these hooks
 
         def enter(module: nn.Module, _args: Any) -> None:

@@ -78,7 +78,8 @@ class ModelCall:
             self.put(self.regions)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled() or not self.one.model.training:
+        training = torch.is_grad_enabled() and self.one.model.training
+        if not training or torch.jit.is_tracing():  # compiled code cannot be traced
             self.one.evaluated |= not self.one.model.training
             if not torch.is_grad_enabled():
                 self._shards.evaluate()
