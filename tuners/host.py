@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import mimetypes
 import os
 import resource
 import stat
@@ -145,8 +146,9 @@ def family(process: int) -> list[int]:
 
 
 def files_read() -> list[str]:
-    """Open files whose read position a fork would share with this process. Empty files, and files
-    that are mapped into memory, are left out."""
+    """Open files whose read position a fork would share with this process. Empty files, files that
+    are mapped into memory, and fonts are left out: matplotlib keeps fonts open, and opens them
+    again in a fork."""
     mapped = {line.split(maxsplit=5)[-1] for line in _text(_PROCESS / "maps").splitlines()}
     found = set()
     for entry, path in _descriptors():
@@ -155,7 +157,8 @@ def files_read() -> list[str]:
             if int(entry.name) > 2 and stat.S_ISREG(there.st_mode) and there.st_size:
                 said = _text(_PROCESS / "fdinfo" / entry.name).split()
                 flags = int(said[said.index("flags:") + 1], 8) if "flags:" in said else 0
-                if flags & os.O_ACCMODE != os.O_WRONLY and path not in mapped:
+                font = (mimetypes.guess_type(path)[0] or "").startswith("font/")
+                if flags & os.O_ACCMODE != os.O_WRONLY and path not in mapped and not font:
                     found.add(path)
     return sorted(found)
 

@@ -295,9 +295,10 @@ def test_own_workers_return_after_a_failure(patch: Loaders, failures: list[Excep
 def test_files_read_lists_files_open_for_reading(tmp_path: Path) -> None:
     file = tmp_path / "data"
     file.write_bytes(b"x" * 5000)
+    (font := tmp_path / "letters.ttf").write_text("kept open by matplotlib")
     before = host.files_read()
     assert str(file) not in before
-    with file.open("rb"):
+    with file.open("rb"), font.open("rb"):
         assert host.files_read() == sorted([*before, str(file)])
     with file.open("ab"):
         assert host.files_read() == before

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from advisor.tuners.act.hooks import in_backward
+from advisor.tuners.act.hooks import in_backward, is_tracing
 from advisor.tuners.decisions import FREQUENT, MIN_OBSERVED_STEPS
 
 Signature = tuple[Any, ...]
@@ -129,7 +129,7 @@ class Gate:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         gradients = torch.is_grad_enabled()
-        traces = torch.compiler.is_compiling() or torch.jit.is_tracing()
+        traces = torch.compiler.is_compiling() or is_tracing()
         if not (gradients or self._inference) or traces:
             return self._plain(*args, **kwargs)
         one = signature(args, kwargs)

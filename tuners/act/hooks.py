@@ -145,7 +145,7 @@ class CallHooks:
             # While torch.compile traces a hook, the hook must have no effect.
             if torch.compiler.is_compiling() or self._resting or in_backward():
                 return True
-            if torch.jit.is_tracing():  # for TensorBoard's graph of the model, as in YOLOv5
+            if is_tracing():  # for TensorBoard's graph of the model, as in YOLOv5
                 return True
             return get_worker_info() is not None  # a worker inherits these hooks
 
@@ -201,6 +201,11 @@ class CallHooks:
         self._after.remove()
         # PyTorch leaves this entry, and torch.compile would warn of hooks from then on.
         _global_forward_hooks_with_kwargs.pop(self._after.id, None)
+
+
+def is_tracing() -> bool:
+    """Whether torch.jit traces a call."""
+    return torch._C._is_tracing()
 
 
 def in_backward() -> bool:

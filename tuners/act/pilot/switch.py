@@ -79,7 +79,7 @@ class ModelCall:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         training = torch.is_grad_enabled() and self.one.model.training
-        if not training or torch.jit.is_tracing():  # compiled code cannot be traced
+        if not training or hooks.is_tracing():  # compiled code cannot be traced
             self.one.evaluated |= not self.one.model.training
             if not torch.is_grad_enabled():
                 self._shards.evaluate()
