@@ -1,6 +1,6 @@
 """Checkpoints of a tuned run go to a scratch folder; the user's files do not change."""
 
-# ruff: noqa: PTH103, PTH104, PTH105, PTH107, PTH123, PTH202
+# ruff: noqa: PTH102, PTH103, PTH104, PTH105, PTH107, PTH123, PTH202
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import os
 import pickle
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -101,6 +101,34 @@ def test_checkpoints_are_renamed_copied_and_removed_in_the_scratch_folder(out: P
     with pytest.raises(FileNotFoundError):
         torch.load("new.pt")
     assert on_disk(out) == BEFORE
+
+
+@pytest.mark.parametrize(
+    "how", ["os.replace", "os.rename", "os.renames", "shutil.move", "Path.replace", "Path.rename"]
+)
+def test_the_users_checkpoints_are_rotated_in_the_scratch_folder(out: Path, how: str) -> None:
+    owner, name = how.split(".")
+    move = getattr({"os": os, "shutil": shutil, "Path": Path}[owner], name)
+    for number in range(3):
+        move(Path("last.pt"), Path("best.pth"))
+        move(Path("best.pth"), Path("previous.pt"))
+        torch.save({"step": torch.tensor(number)}, "last.pt")
+    assert (saved_step("last.pt"), saved_step("previous.pt")) == (2.0, 1.0)
+    assert on_disk(out) == BEFORE
+
+
+@pytest.mark.parametrize(
+    "clean", [lambda folder: shutil.rmtree(folder), lambda folder: os.rename(folder, "old")]
+)
+def test_a_folder_of_the_users_can_be_cleaned_and_stays(
+    out: Path, clean: Callable[[str], object]
+) -> None:
+    clean("checkpoint-1")
+    os.makedirs("checkpoint-1")
+    torch.save(TWO, "checkpoint-1/model.pt")
+    assert (saved_step("checkpoint-1/model.pt"), on_disk(out)) == (2.0, BEFORE)
+    with pytest.raises(FileExistsError):
+        os.mkdir("checkpoint-1")
 
 
 def test_other_files_are_not_redirected(out: Path) -> None:

@@ -38,6 +38,7 @@ class Redirection:
         self._folder = folder
         self._own = str(folder.parent.resolve())
         self._began, self._stat = time.time(), os.stat
+        self._gone = set[str]()  # what the script has removed or renamed, and what stayed
         self._patched: list[tuple[Any, str, Any, Any]] = []
         writes, reads = _rerouting(1, self._to_write), _rerouting(0, self._to_read)
         moves, removes = self._moves, self._removes
@@ -53,9 +54,11 @@ class Redirection:
             "torch.jit._script": {"RecursiveScriptModule.save": writes},
             "builtins": {"open": self._opens},
             "io": {"open": self._opens},
-            "os": dict[str, Act](
-                replace=moves, rename=moves, remove=removes, unlink=removes, stat=self._looks
-            ),
+            "os": {
+                **dict.fromkeys(("replace", "rename"), moves),
+                **dict.fromkeys(("remove", "unlink"), removes),
+                **{"stat": self._looks, "mkdir": self._makes},
+            },
             "shutil": dict[str, Act](
                 rmtree=removes, copyfile=self._copies, copymode=self._skips, copystat=self._skips
             ),
@@ -186,13 +189,23 @@ class Redirection:
         return self._is_users(file)
 
     def _moves(self, plain: Any, src: Any, dst: Any, **kwargs: Any) -> Any:
-        """Move a scratch copy to a scratch path; a checkpoint of the user's is not overwritten."""
+        """Move a scratch copy to a scratch path. A checkpoint of the user's is copied there and not
+        overwritten; a folder that holds one stays."""
         found, to = self._there(src), self._scratch(dst)
-        if kwargs or to is None or (found is None and not self._is_users(dst)):
+        users = found is None and self._scratch(src) is not None and self._is_users(src)
+        replaces = to is not None and (found is not None or self._is_users(dst))
+        if kwargs or not (users or replaces):
             return plain(src, dst, **kwargs)
+        if users and Path(src).is_dir():
+            self._gone.add(os.path.realpath(src))
+            return None
+        to = to or Path(dst)
         to.parent.mkdir(parents=True, exist_ok=True)
         if to.is_dir():
             shutil.rmtree(to)
+        if users:
+            shutil.copyfile(src, to)
+            return None
         shutil.move(found or src, to)
         # A folder has two parts: the scratch copy of its checkpoints, and the user's other files.
         return plain(src, dst) if found is not None and Path(src).is_dir() else None
@@ -206,8 +219,17 @@ class Redirection:
             shutil.rmtree(found)
         elif found is not None:
             return found.unlink()
-        users = self._scratch(path) is not None and self._is_users(path)
-        return None if users else plain(path, *args, **kwargs)
+        if self._scratch(path) is None or not self._is_users(path):
+            return plain(path, *args, **kwargs)
+        self._gone.add(os.path.realpath(path))
+        return None
+
+    def _makes(self, plain: Any, path: Any, *args: Any, **kwargs: Any) -> Any:
+        """Make a folder, unless the script has removed or renamed it and it stayed."""
+        if self._scratch(path) is not None and (real := os.path.realpath(path)) in self._gone:
+            self._gone.discard(real)
+            return None
+        return plain(path, *args, **kwargs)
 
     def _looks(self, plain: Any, path: Any, *args: Any, **kwargs: Any) -> Any:
         there = self._checkpoint(path) if kwargs.get("dir_fd") is None else path
