@@ -127,13 +127,16 @@ def check(
     rebuilt: bool = False,
     closure: bool = False,
     clips: str = "",
+    samples: int = 128,
+    evaluates: bool = False,
 ) -> list[str]:
     """Trains a script while it is checked. Returns why it differs from fp32, and other faults.
 
     Args:
         net: arguments of Net.
         fault: of its compiled code; None: it does not compile.
-        schedule: called after each step; four steps make an epoch.
+        schedule: called after each step; `samples` / 32 steps make an epoch.
+        evaluates: whether a second pass over its data follows each step.
         rebuilt: whether the schedule belongs to an optimizer that the script has replaced.
     """
     PROCESS_FLAGS.release()
@@ -147,7 +150,7 @@ def check(
     if rebuilt:
         chosen = torch.optim.AdamW(built.parameters(), lr=1e-2)
     scaler = torch.amp.GradScaler("cpu", enabled=scaled)
-    data = TensorDataset(torch.randn(128, 16), torch.randint(8, (128,)))
+    data = TensorDataset(torch.randn(samples, 16), torch.randint(8, (samples,)))
     for step, (x, y) in enumerate(row for _ in range(10) for row in DataLoader(data, 32)):
         with torch.autocast("cpu", autocast, enabled=autocast is not None):
             output = model(x)
@@ -166,6 +169,8 @@ def check(
             scaler.step(chosen)
             scaler.update()
         schedule(plan, step)
+        if evaluates:
+            list(DataLoader(data, 64))
     pilot.release()
     recorder.close()
     assert left_behind() == []
@@ -205,6 +210,7 @@ def named(value: object) -> str:
         {"schedule": lambda schedule, step: step % 8 or schedule.step()},
         # Warm-up by hand, before the schedule begins.
         {"schedule": lambda schedule, step: schedule.optimizer.param_groups[0].update(lr=step)},
+        {"schedule": lambda *_: None, "samples": 40 * 32, "evaluates": True},
     ],
     ids=named,
 )
@@ -236,7 +242,7 @@ LAYER = "the gradient of second.weight is "
             {"schedule": lambda *_: None},
             "StepLR never moves although an epoch ended; call its step(): the learning rate",
         ),
-        ({"schedule": is_overridden}, "StepLR has no effect, and says "),
+        ({"schedule": is_overridden}, "StepLR has no effect: the learning rate stays 0.01"),
         pytest.param(
             {"rebuilt": True},
             "StepLR moves an optimizer that never steps",

@@ -293,6 +293,15 @@ def test_config_that_raises_costs_one_step(
     assert net.dtypes == [torch.float32] * 12
 
 
+def test_an_optimizers_compiled_step_is_seen(active_pilot: ActivePilot) -> None:
+    guide, net = TryConfig(), Net()
+    optimizer = torch.optim.AdamW(net.parameters())
+    optimizer.step = torch.compile(optimizer.step, backend="eager")  # type: ignore[method-assign]
+    active_pilot.attach(guide)
+    trained(net, 12, optimizer)
+    assert [(one.outcome, one.steps) for one in guide.results] == [("ok", 3), ("ok", 2)]
+
+
 @pytest.mark.filterwarnings("ignore:.torch.jit")
 def test_a_traced_call_is_the_scripts_own(active_pilot: ActivePilot) -> None:
     """As TensorBoard's `add_graph` makes it, between two steps."""

@@ -31,6 +31,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._compile import _disable_dynamo
 from torch.nn.modules.module import (
     _global_forward_hooks_with_kwargs,
     register_module_forward_hook,
@@ -91,7 +92,9 @@ class StepHooks:
         """Call `stepped` after each step of any optimizer. Returns a function that ends this."""
         self._callbacks.append(stepped)
         if self._handle is None:
-            self._handle = register_optimizer_step_post_hook(self._stepped)
+            # Not traced in an optimizer's step that the script compiles. It takes a plain function.
+            call = _disable_dynamo(lambda *given: self._stepped(*given))
+            self._handle = register_optimizer_step_post_hook(call)
 
         def remove() -> None:
             if stepped in self._callbacks:

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -41,8 +42,9 @@ class ScriptChecks:
         self._worst = (0.0, "")  # an update's error, and its weight's name
         self._rates = {id(one): {_rates(one)} for one in optimizers}
         self._schedules = [(one, one.last_epoch) for one in _schedules()]
-        # Datasets that gave batches; those that have ended; whether a step followed after all had.
-        self._fed, self._ended, self._epoch_over = set[int](), set[int](), False
+        # Passes over a loader: those that gave batches since the last step, those that steps use.
+        self._given, self._used = WeakSet[_BaseDataLoaderIter](), WeakSet[_BaseDataLoaderIter]()
+        self._ended = self._epoch_over = False  # a used pass; all of them, and a step followed
         # A loss was scaled; optimizers that a GradScaler takes care of; what took such gradients.
         self._scaled_now, self._cared_for, self._took = False, set[int](), dict[str, str]()
         hooks: list[Any] = [one.register_step_pre_hook(self._begins) for one in optimizers]
@@ -108,7 +110,7 @@ class ScriptChecks:
         for one in moved:
             wanted = float(one.get_last_lr()[0])
             if one in own and not math.isclose(wanted, _rates(optimizer)[0], rel_tol=1e-4):
-                return f"{type(one).__name__} has no effect, and says {wanted:g}"
+                return f"{type(one).__name__} has no effect"
             if not own and not self._trains(one) and _same_weights(one.optimizer, optimizer):
                 return f"{type(one).__name__} moves an optimizer that never steps"
         return ""
@@ -125,10 +127,12 @@ class ScriptChecks:
     def _batch(self, plain: Callable[..., Any], batches: Any) -> Any:
         try:
             found = plain(batches)
-            self._fed.add(id(batches._dataset))
+            self._given.add(batches)
             return found
         except StopIteration:
-            self._ended.add(id(batches._dataset))
+            self._given.discard(batches)
+            self._ended |= batches in self._used
+            self._used.discard(batches)
             raise
 
     def _cares(self, plain: Callable[..., Any], scaler: Any, optimizer: Any, *more: Any) -> Any:
@@ -163,7 +167,9 @@ class ScriptChecks:
             self._updates[id(optimizer)] = None
         if id(optimizer) in self._rates:
             self._rates[id(optimizer)].add(_rates(optimizer))
-            self._epoch_over |= bool(self._fed) and self._fed <= self._ended
+            self._epoch_over |= self._ended and not self._used
+            self._used |= self._given
+            self._given.clear()
             self._scaled_now = False
             self._cared_for.discard(id(optimizer))
 
