@@ -42,6 +42,10 @@ def attach() -> None:
         Redirection(folder).install()
     if guide is not None and OTHER_TREE in os.environ:
         guide.__class__ = WorktreeClient
+    if guide is not None and run:
+        from advisor.tuners.faults import Stopped
+
+        guide.failed(Stopped("unclear", "advisor run has no effect here; give its command itself"))
     ACTIVE_PILOT.attach(guide or LazyGuide(run), comparer)
 
 

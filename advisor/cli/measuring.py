@@ -257,7 +257,9 @@ def compare(
 def _split(words: tuple[str, ...], ref: str | None) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The two commands: each may have '--' itself, as often as the other."""
     places = [at for at, word in enumerate(words) if word == "--"]
-    middle = places[len(places) // 2] if len(places) % 2 else 0
+    if ref is None and places and len(places) % 2 == 0:
+        raise UsageError("expected one '--' between the commands, or as many within each as well")
+    middle = places[len(places) // 2] if places else 0
     first, second = (words, words) if ref is not None else (words[:middle], words[middle + 1 :])
     if not first or not second:
         example = "advisor compare -- python a.py -- python b.py"

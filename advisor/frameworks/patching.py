@@ -173,11 +173,12 @@ class ScriptPatch:
     def _call_through(self, call: ast.Call) -> bool:
         """Have a call of the model go through `advised_call`; False if its text is unusual."""
         start, end = self._span(call.func)
+        if self._text[end] != "(" or any(isinstance(one, ast.GeneratorExp) for one in call.args):
+            return False
         after = self._text[end + 1 :]
         comma = "" if after.lstrip().startswith(")") else "," if after[:1].isspace() else ", "
-        edits = [(start, start, "advised_call("), (end, end + 1, comma)]
-        self._edits += edits if self._text[end] == "(" else []
-        return self._text[end] == "("
+        self._edits += [(start, start, "advised_call("), (end, end + 1, comma)]
+        return True
 
     def _add_lines(self, place: ast.AST, lines: list[str]) -> bool:
         """Add lines after a statement; False if its line has other code."""
@@ -217,7 +218,7 @@ class ScriptPatch:
 
 def _lines(nodes: Iterable[Any]) -> str:
     """' (perhaps line 3 or 7)'."""
-    found = sorted(one.lineno for one in nodes)
+    found = sorted({one.lineno for one in nodes})
     return f" (perhaps line {' or '.join(map(str, found))})" if found else ""
 
 
@@ -392,4 +393,6 @@ class Places(ScriptNames):
         made = [value for value in self._values[model] if isinstance(value, ast.Call)]
         moves = [(call, self.parents[call], by) for call, by in self.methods(*_MOVES)]
         alone = [c for c, p, by in moves if isinstance(p, ast.Expr) and self.variable(by) == model]
-        return [self.parents[c] for c in [*alone, *(c for c, *_ in moves if c in made)] or made]
+        found = [*alone, *(c for c, *_ in moves if c in made)] or made
+        # Not the tuple of `model, loss = Net(), nn.MSELoss()`.
+        return [next(o for o in self.above(c) if isinstance(o, ast.stmt)) for c in found]

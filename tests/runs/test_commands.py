@@ -25,6 +25,7 @@ from advisor.cache.config import Config
 from advisor.errors import TargetFailed, WorkerError
 from advisor.open_store import open_records
 from advisor.tuners import host
+from advisor.tuners.act.pilot import protocol
 from advisor.tuners.act.pilot.protocol import TRAINING_OVER, UNCLEAR, BlockRequest
 from advisor.tuners.act.pilot.script_facts import ScriptFacts
 from advisor.tuners.measure.run import run as running
@@ -395,6 +396,16 @@ def test_a_parent_that_outlives_training_is_not_waited_for(monkeypatch: pytest.M
     finally:
         session.end()
     until(lambda: not alive(int(Path("pid").read_text())))
+
+
+def test_advisor_run_within_a_tuned_command_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(protocol.RUN, '{"tune_s": 0}')  # around the tuning it has no effect
+    for inner in ((), ("env", f"{protocol.RUN}={os.environ[protocol.RUN]}")):
+        words = (*inner, *script("from training import train; train()"))
+        command = CommandProcess(words, injected=INJECTED, log=Path("log"))
+        why = pytest.raises(RunEnded, match="advisor run has no effect here")
+        with why if inner else contextlib.nullcontext():
+            PilotSession(command, 60, Path("log"), real=False).end()
 
 
 OWN = Config(precision="default")

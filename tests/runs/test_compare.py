@@ -296,6 +296,7 @@ def test_a_worktree_has_the_commit_and_links_what_git_does_not_track(repository:
         ("--ref nope -- python train.py", "'nope': no such branch, tag or commit"),
         ("-- python train.py", "give two commands, each after --, as in"),
         ("--ref main", "give two commands, each after --, as in"),
+        ("-- python a.py -- advisor run -- python b.py", "expected one '--' between the commands"),
         ("--fail-slower 0.99% -- python a.py -- python b.py", "expected a percentage from 1%"),
         ("--budget 1s -- python a.py -- python b.py", "budget 1s: expected from 3s"),
         ("-- python a.py -- ./b", "command './b': no such program"),

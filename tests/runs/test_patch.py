@@ -232,8 +232,12 @@ optimizer.step()
                 "0.1, fused=True)\n",
             ],
         ),
+        (
+            BARE.replace("model = Net()", "model, loss = Net(), 0"),
+            ["model, loss = Net(), 0\nmodel = model.to(memory_format=torch.channels_last)\n"],
+        ),
     ],
-    ids=["class", "plain", "file"],
+    ids=["class", "plain", "file", "tuple"],
 )
 def test_each_edit_has_its_place(source: str, lines: list[str]) -> None:
     text, _left = patched(source, PLAIN)
@@ -248,8 +252,9 @@ def test_each_edit_has_its_place(source: str, lines: list[str]) -> None:
         (
             "loss = model(x)",
             "loss = model(x) + model(x)",
-            "forward: which call .* is not certain .perhaps line 6 or 6.;",
+            "forward: which call .* is not certain .perhaps line 6.;",
         ),
+        ("loss = model(x)", "loss = model(one for one in x)", "forward: which call .*line 6."),
         ("loss = model(x)", "loss = (model)(x)", "forward: which call .* .perhaps line 6."),
         ("model = Net()", "model = Net(); 1", "model: .* add: model = model.to"),
         (

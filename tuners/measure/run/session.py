@@ -24,6 +24,7 @@ from advisor.errors import RecordDamaged, UsageError
 from advisor.tuners import host
 from advisor.tuners.act.pilot.protocol import (
     ADDRESS,
+    RUN,
     SECRET,
     TRAINING_OVER,
     BlockRequest,
@@ -103,7 +104,7 @@ class CommandProcess(GuardedProcess):
         scratch = self._folder.path / "tmp"
         scratch.mkdir()
         environment = {
-            **os.environ,
+            **{name: one for name, one in os.environ.items() if name != RUN},
             # Collect garbage before each CUDA graph capture (torch.compiler.config): a graph that
             # is freed meanwhile breaks the capture.
             "TORCH_CUDAGRAPH_GC": "1",
