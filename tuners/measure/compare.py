@@ -143,7 +143,8 @@ class References:
                 return Compared("wrong", self._said(max(sure, key=lambda one: one.part)), blames)
             unsure = max(found, key=lambda one: one.doubt)
             if not beyond and unsure.doubt <= 1:
-                return Compared("ok", self._said(max(found, key=lambda one: one.part)))
+                clear = [one for one in found if one.unsure <= one.limit] or found
+                return Compared("ok", self._said(max(clear, key=lambda one: one.part)))
             more = 2.0 if beyond else max(2.0, unsure.doubt**2)
             if why := self._no_more(config, more):
                 return Compared(UNVERIFIED, f"{self._said((beyond or [unsure])[0])}; {why}")

@@ -108,17 +108,23 @@ class LimitObserver:
         return phase, (*own,)
 
     def _phase(self, phase: str) -> tuple[dict[int, float], tuple[str, int], float]:
-        """(Seconds by step, the innermost line with half of them or more, its share of them)."""
+        """(Seconds by step, the innermost line with half of them or more, its share of them). Of an
+        evaluation it is the outermost line that no training step has: not the model's own."""
         stacks, took, steps = (defaultdict[Any, float](float) for _ in range(3))
+        trains = set[tuple[str, int]]()
         # Copied at once: the other thread goes on sampling.
         for (of, step, lines), seconds in self._sampled.copy().items():
+            if of == "step":
+                trains.update(lines)
             if of == phase:
                 steps[step] += seconds
                 stacks[lines] += seconds
                 took |= {line: took[line] + seconds for line in lines}
         whole = sum(steps.values())
         usual = max(stacks, key=stacks.__getitem__, default=())
-        at = next((line for line in usual if took[line] >= whole / 2), ("", 0))
+        found = [line for line in usual if took[line] >= whole / 2]
+        evaluates = [one for one in found if one not in trains] if phase == "evaluation" else []
+        at = next(iter((*evaluates[::-1], *found)), ("", 0))
         return steps, at, took[at] / whole if took[at] else 1.0
 
     def found(self) -> tuple[Limit, ...]:
