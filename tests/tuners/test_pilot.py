@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ from advisor.tuners import compiling
 from advisor.tuners.act import hooks
 from advisor.tuners.act.advice import Advice
 from advisor.tuners.act.compiled import graphs_compiled
+from advisor.tuners.act.gate import signature
 from advisor.tuners.act.hooks import Patch
 from advisor.tuners.act.pilot.loop_observer import LoopObserver, TrainedModel, batch_of, inputs_of
 from advisor.tuners.act.pilot.pilot import IN_THREADS, Pilot
@@ -826,6 +828,9 @@ def test_list_of_images_is_one_input() -> None:
     mixed = inputs_of(([torch.zeros(2), torch.zeros(2, 3)],), {"mask": torch.zeros(2).bool()})
     assert [one.shape for one in mixed] == [(2,), (2, 3), (2,)]
     assert batch_of((), {"x": (None, torch.zeros(4, 2))}) == 4
+    batch = SimpleNamespace(size=4, x=torch.zeros(4, 2))  # as DETR's NestedTensor
+    assert [(one.name, one.shape) for one in inputs_of((batch,), {})] == [("0.x", (4, 2))]
+    assert signature((batch,), {}) != signature((SimpleNamespace(x=torch.zeros(3, 2)),), {})
 
 
 GRAPHS = OWN.replace(compile="reduce-overhead")

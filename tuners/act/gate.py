@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from advisor.tuners.act.hooks import in_backward, is_tracing
+from advisor.tuners.act.pilot.trees import contents_of
 from advisor.tuners.decisions import FREQUENT, MIN_OBSERVED_STEPS
 
 Signature = tuple[Any, ...]
@@ -64,6 +65,10 @@ def _describe(value: Any, found: list[Any]) -> None:
     elif dataclasses.is_dataclass(value) and kind is not type:
         for name in kind.__dataclass_fields__:
             _describe(getattr(value, name, None), found)
+    else:
+        for part in contents_of(value).values():
+            if isinstance(part, Tensor):
+                _describe(part, found)
 
 
 class Signatures:

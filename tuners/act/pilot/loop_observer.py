@@ -13,9 +13,9 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from advisor.tuners.act.gate import Signatures, signature
+from advisor.tuners.act.pilot.trees import contents_of
 from advisor.tuners.act.pilot.wrappers import Wrappers
 from advisor.tuners.decisions import MAX_OBSERVED_STEPS, MIN_OBSERVED_STEPS
 from advisor.tuners.fingerprint import unwrapped
@@ -253,10 +253,13 @@ def _inputs(name: str, value: Any) -> Iterator[Input]:
                 shape = (len(alike), *_common(*(one.shape for one in alike)))
                 yield Input(f"{name}.{alike[0].name}".strip("."), shape, alike[0].dtype)
             return
-    if isinstance(value, list | tuple | Mapping):
-        parts = value.items() if isinstance(value, Mapping) else enumerate(value)
-        for key, part in parts:
-            yield from _inputs(f"{name}.{key}".strip("."), part)
+    if isinstance(value, list | tuple):
+        value = dict(enumerate(value))
+    elif not isinstance(value, Mapping):  # an object, such as a batch that is a dataclass
+        held = contents_of(value).items()
+        value = {key: part for key, part in held if isinstance(part, Tensor)}
+    for key, part in value.items():
+        yield from _inputs(f"{name}.{key}".strip("."), part)
 
 
 def _common(*shapes: tuple[int, ...]) -> tuple[int, ...]:
@@ -278,8 +281,4 @@ def _varying(ours: tuple[Input, ...], theirs: tuple[Input, ...]) -> tuple[Input,
 
 def batch_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     """Samples of a call: the length of its first input that has one."""
-    first: Input | Tensor | None = next((i for i in inputs_of(args, kwargs) if i.shape), None)
-    if first is None:
-        leaves = tree_leaves((args, kwargs))
-        first = next((one for one in leaves if isinstance(one, Tensor)), None)
-    return int(first.shape[0]) if first is not None and len(first.shape) else 1
+    return next((one.shape[0] for one in inputs_of(args, kwargs) if one.shape), 1)

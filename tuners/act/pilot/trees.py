@@ -28,7 +28,7 @@ def map_tensors(
     def of(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
             return change(leaf)
-        contents = _contents(leaf)
+        contents = contents_of(leaf)
         if not contents or any(leaf is one for one in _around):
             return leaf
         other = map_tensors(change, contents, _around=(*_around, leaf))
@@ -38,7 +38,7 @@ def map_tensors(
     return tree_map(of, value)
 
 
-def _contents(leaf: Any) -> dict[str, Any]:
+def contents_of(leaf: Any) -> dict[str, Any]:
     """An object's attributes, and a dictionary's items."""
     if isinstance(leaf, IMMUTABLE) or callable(leaf):
         return {}
