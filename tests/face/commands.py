@@ -72,7 +72,7 @@ COMMAND = Path(sys.executable).with_name("advisor")
 Done = subprocess.CompletedProcess[str]
 
 
-TOO_BUSY = r"could not be measured: give a larger --budget|too small .* give at least \d+s"
+TOO_BUSY = r"could not be measured: too few steps came|too small .* give at least \d+s"
 """What a tuning says if the host is too busy to measure even the baseline."""
 
 

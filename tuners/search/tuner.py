@@ -153,7 +153,8 @@ class Tuner:
         try:
             visit = self._visitor.begin()
         except ConfigFailed as exc:
-            why = self.clock.larger if exc.outcome == "timed_out" else exc
+            late = "too few steps came in time, perhaps because it evaluates between two steps"
+            why = f"{late}; {self.clock.larger}" if exc.outcome == "timed_out" else exc
             raise WorkerError(f"{self._scope.baseline} could not be measured: {why}") from exc
         self._finish_trial(asked, visit, "baseline")
         self._notice_short_budget()
