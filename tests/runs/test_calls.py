@@ -254,6 +254,18 @@ def test_wrong_or_failing_config_is_reported_and_the_script_continues(
     assert message in found.reason
 
 
+def penalized(outputs: Tensor, labels: Tensor) -> Tensor:
+    loss = nn.functional.cross_entropy(outputs, labels)
+    return loss + torch.autograd.grad(loss, outputs, create_graph=True)[0].square().sum()
+
+
+def test_compiled_code_is_refused_where_gradients_have_gradients() -> None:
+    guide = ComparingGuide({"compile": "default"}, HALF)
+    train(Net(0.0), guide, criterion=penalized)
+    assert [one.outcome for one in guide.results] == [UNVERIFIED, "ok"]
+    assert "create_graph" in guide.results[0].reason
+
+
 def binary(outputs: Tensor, labels: Tensor) -> Tensor:
     return nn.functional.binary_cross_entropy(outputs[:, 0], (labels > 1).float()) + 1
 

@@ -42,7 +42,7 @@ from advisor.tuners.act.ranks import Group
 from advisor.tuners.decisions import POINTS
 from advisor.tuners.environment import allocated, synchronize, unused_bytes
 from advisor.tuners.faults import failure
-from advisor.tuners.knobs import AUTOCAST, FORMATS, OFFLOAD
+from advisor.tuners.knobs import AUTOCAST, FORMATS, OFFLOAD, compiles
 from advisor.tuners.measure.compare import References
 from advisor.tuners.measure.run.recorded_state import (
     RecordedUpdates,
@@ -93,6 +93,7 @@ class _RecordedCall:
     probabilities: set[int] = field(default_factory=set)  # p, if the loss takes log(1 - p)
     alone: int | None = None  # the output that is the script's loss, if one is
     loss_bytes: int = 0  # that the script's loss keeps for backward, outside of the model
+    twice: bool = False  # whether backward made a graph, for gradients of gradients
 
     def watch(self, result: Any) -> None:
         """Record the gradients of the call's outputs during backward."""
@@ -137,6 +138,7 @@ class _RecordedCall:
         return found
 
     def _came(self, number: int, value: Tensor, gradient: Tensor | None) -> None:
+        self.twice |= torch.is_grad_enabled()  # as create_graph=True sets it
         # None: of an output beside one that has a gradient.
         if gradient is None or self.alone not in (None, number):
             return
@@ -250,8 +252,8 @@ class RecordedSteps:
                 tolerance=asked.tolerance,
                 summed=self._summed if self._several else None,
             )
-        found = Compared(UNVERIFIED, self._refused)
-        if not self._refused:
+        found = Compared(UNVERIFIED, self._refused or self._why_not_compiled(asked.candidate))
+        if not found.reason:
             with self._aside():
                 found = self._references.compare(
                     asked.candidate, left_s=lambda: ends - time.monotonic()
@@ -261,6 +263,12 @@ class RecordedSteps:
         if self._careful:
             torch.cuda.empty_cache()
         return found.outcome, found.reason, found.blames
+
+    def _why_not_compiled(self, config: Config) -> str:
+        """Why compiled code would fail in the script's backward; '' if it would not."""
+        new = compiles(config) and not compiles(self._of_switch.own)
+        twice = any(one.twice for calls, _ in self._steps for one in calls)
+        return "compiled code has no gradients of gradients (create_graph)" * (new and twice)
 
     def _agree(self) -> None:
         """Have all processes begin to compare after the same step, or none compare."""
