@@ -80,8 +80,7 @@ if parallel:
     os._exit(0)  # gloo sometimes aborts at exit
 """
 WAIT_S = 60.0
-SEARCH = "advisor.online_search"
-"""The module that the search process runs."""
+SEARCH = "advisor.online_search"  # the module that the search process runs
 
 
 @pytest.fixture

@@ -21,8 +21,7 @@ FOLDER = Path(__file__).parent / "scripts"
 HALF = {"precision": "bf16", "channels_last": True}
 FED = {"num_workers": 1}
 """Workers load identical batches, because no dataset here draws random numbers."""
-NEAR = 0.25
-"""Largest relative difference that a few steps in bf16 may make."""
+NEAR = 0.25  # the largest relative difference that a few steps in bf16 may make
 
 
 @dataclass(frozen=True)

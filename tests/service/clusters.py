@@ -38,8 +38,7 @@ FEW: Mapping[str, Any] = {
     **{"batches": [], "compile": False, "trials": 2},
 }
 """Options of a tuning with a fixed number of trials, however slow the host is."""
-_MARK = "NODE_OF_TEST"
-"""Environment variable of every process that a node starts."""
+_MARK = "NODE_OF_TEST"  # environment variable of every process that a node starts
 
 
 class Stack:

@@ -26,11 +26,9 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
 
 SMALL, LARGE = 390, 1280
-MARK_PAGE = "window.stayed = true"
-"""Sets a variable that a page reload would clear."""
+MARK_PAGE = "window.stayed = true"  # sets a variable that a page reload would clear
 WAITS_MS = 20_000
-SLOW_MS = 500
-"""More than the delay after which a filter is sent, and enough for its answer."""
+SLOW_MS = 500  # more than the delay after which a filter is sent, and enough for its answer
 FOCUSABLE = "a[href], button, input:not([type=hidden]), select, summary, [tabindex='0']"
 FOLDED = "details:not([open]) > :not(summary)"
 UNREACHED = f"{FOLDED}, {FOLDED} *, [type=radio]:not(:checked)"

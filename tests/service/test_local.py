@@ -20,8 +20,7 @@ from tests.service.serving import make_start
 
 H100, L4 = "NVIDIA H100", "NVIDIA L4"
 DATABASE = "sqlite:////somewhere"
-TERM = 1 << signal.SIGTERM - 1
-"""SIGTERM's bit in a signal mask."""
+TERM = 1 << signal.SIGTERM - 1  # SIGTERM's bit in a signal mask
 
 
 def gpu(number: int, name: str = H100, *users: int) -> Gpu:

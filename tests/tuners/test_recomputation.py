@@ -263,8 +263,8 @@ def test_other_weights_in_the_second_call_are_refused() -> None:
         loss.backward()
 
 
-def test_blocks_are_recomputed_several_times() -> None:
-    """As for a gradient penalty, which goes back through gradients."""
+@pytest.mark.parametrize("how", ["a gradient penalty", "evaluation before backward"])
+def test_blocks_are_recomputed_as_they_were_called(how: str) -> None:
     torch.manual_seed(0)
     plain, x = Stack(), torch.randn(4, WIDTH, requires_grad=True)
     recomputing = copy.deepcopy(plain)
@@ -272,24 +272,13 @@ def test_blocks_are_recomputed_several_times() -> None:
     found = []
     for model in (plain, recomputing):
         torch.manual_seed(1)
-        (gradient,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
-        gradient.square().sum().backward()
-        found.append([p.grad for p in model.parameters() if p.grad is not None])
-    assert found[0] and all(map(torch.equal, *found))
-
-
-def test_evaluation_before_backward_changes_nothing() -> None:
-    torch.manual_seed(0)
-    plain = Stack()
-    recomputing = copy.deepcopy(plain)
-    recompute_in_place(recomputing)
-    found = []
-    for model in (plain, recomputing):
-        torch.manual_seed(1)
-        output = model(torch.randn(4, WIDTH)).sum()
-        model.eval()
-        output.backward()
-        assert not any(module.training for module in model.modules())
+        loss = model(x).sum()
+        if evaluates := how.startswith("evaluation"):
+            model.eval()
+        else:  # goes back through gradients
+            loss = torch.autograd.grad(loss, x, create_graph=True)[0].square().sum()
+        loss.backward()
+        assert {module.training for module in model.modules()} == {not evaluates}
         found.append([p.grad for p in model.parameters() if p.grad is not None])
     assert found[0] and all(map(torch.equal, *found))
 
