@@ -92,9 +92,13 @@ class StepHooks:
         """Call `stepped` after each step of any optimizer. Returns a function that ends this."""
         self._callbacks.append(stepped)
         if self._handle is None:
-            # Not traced in an optimizer's step that the script compiles. It takes a plain function.
-            call = _disable_dynamo(lambda *given: self._stepped(*given))
-            self._handle = register_optimizer_step_post_hook(call)
+            untraced = _disable_dynamo(lambda *given: self._stepped(*given))
+
+            def hook(*given: Any) -> None:
+                # The script may compile its optimizer's step. `untraced` takes 7 µs.
+                (untraced if torch.compiler.is_compiling() else self._stepped)(*given)
+
+            self._handle = register_optimizer_step_post_hook(hook)
 
         def remove() -> None:
             if stepped in self._callbacks:
