@@ -303,13 +303,12 @@ def test_an_optimizers_compiled_step_is_seen(active_pilot: ActivePilot) -> None:
 
 @pytest.mark.filterwarnings("ignore:.torch.jit")
 def test_a_traced_call_is_the_scripts_own(active_pilot: ActivePilot) -> None:
-    """As TensorBoard's `add_graph` makes it, between two steps."""
     guide, net = TryConfig(), Net()
 
     def batches() -> Iterator[Tensor]:
         for x in torch.randn(12, 4, 3, 8, 8):
             yield x
-            torch.jit.trace(net, x[:1], check_trace=False)
+            torch.jit.trace(net, x[:1], check_trace=False)  # as TensorBoard's add_graph
 
     active_pilot.attach(guide)
     trained(net, batches())

@@ -1,6 +1,6 @@
 """Checkpoints of a tuned run go to a scratch folder; the user's files do not change."""
 
-# ruff: noqa: PTH102, PTH103, PTH104, PTH105, PTH107, PTH123, PTH202
+# ruff: noqa: PTH103, PTH104, PTH105, PTH107, PTH123, PTH202, PTH208
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import os
 import pickle
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+import tempfile
+from collections.abc import Iterator
+from operator import attrgetter
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -107,8 +109,7 @@ def test_checkpoints_are_renamed_copied_and_removed_in_the_scratch_folder(out: P
     "how", ["os.replace", "os.rename", "os.renames", "shutil.move", "Path.replace", "Path.rename"]
 )
 def test_the_users_checkpoints_are_rotated_in_the_scratch_folder(out: Path, how: str) -> None:
-    owner, name = how.split(".")
-    move = getattr({"os": os, "shutil": shutil, "Path": Path}[owner], name)
+    move = attrgetter(how)(SimpleNamespace(os=os, shutil=shutil, Path=Path))
     for number in range(3):
         move(Path("last.pt"), Path("best.pth"))
         move(Path("best.pth"), Path("previous.pt"))
@@ -117,18 +118,30 @@ def test_the_users_checkpoints_are_rotated_in_the_scratch_folder(out: Path, how:
     assert on_disk(out) == BEFORE
 
 
-@pytest.mark.parametrize(
-    "clean", [lambda folder: shutil.rmtree(folder), lambda folder: os.rename(folder, "old")]
-)
-def test_a_folder_of_the_users_can_be_cleaned_and_stays(
-    out: Path, clean: Callable[[str], object]
-) -> None:
-    clean("checkpoint-1")
-    os.makedirs("checkpoint-1")
-    torch.save(TWO, "checkpoint-1/model.pt")
-    assert (saved_step("checkpoint-1/model.pt"), on_disk(out)) == (2.0, BEFORE)
-    with pytest.raises(FileExistsError):
-        os.mkdir("checkpoint-1")
+def test_checkpoints_of_any_name_links_and_temporary_files(out: Path) -> None:
+    with os.fdopen(os.open("model.last", os.O_CREAT | os.O_WRONLY), "wb") as file:
+        torch.save(ONE, file)  # the user's
+    os.utime("model.last", (1, 1))
+    os.remove("model.last")
+    os.rename("model.last", "model.previous")
+    for _ in range(2):
+        with tempfile.NamedTemporaryFile(dir=".", delete=False) as temporary:
+            torch.save(TWO, temporary.name)
+        os.replace(temporary.name, "new")
+        assert Path("new").exists() and saved_step("new") == 2.0
+        Path("latest.pth").symlink_to("new")
+        assert saved_step("latest.pth") == saved_step("new") == 2.0
+        os.remove("latest.pth")
+    assert {*os.listdir(out)} == {"last.pt", "best.pth", "checkpoint-1", "model.last"}
+
+
+def test_a_folder_of_the_users_can_be_cleaned_and_stays(out: Path) -> None:
+    for clean in (shutil.rmtree, lambda folder: os.rename(folder, "old")):
+        clean("checkpoint-1")
+        os.makedirs("checkpoint-1")
+        torch.save(TWO, "checkpoint-1/model.pt")
+        assert (saved_step("checkpoint-1/model.pt"), on_disk(out)) == (2.0, BEFORE)
+    assert saved_step("old/model.pt") == 2.0
 
 
 def test_other_files_are_not_redirected(out: Path) -> None:

@@ -221,6 +221,9 @@ def in_backward() -> bool:
 
 
 def replace_call(model: nn.Module, call: Callable[..., Any] | None) -> None:
+    ignored = getattr(torch.jit._recursive, "ignored_attributes", [])
+    if "_compiled_call_impl" not in ignored:  # torch.jit.script would compile it
+        ignored.append("_compiled_call_impl")
     if call is None:
         vars(model).pop("_compiled_call_impl", None)
     else:

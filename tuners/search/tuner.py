@@ -153,8 +153,8 @@ class Tuner:
         try:
             visit = self._visitor.begin()
         except ConfigFailed as exc:
-            late = "too few steps came in time, perhaps because it evaluates between two steps"
-            why = f"{late}; {self.clock.larger}" if exc.outcome == "timed_out" else exc
+            late = f"too few steps came, perhaps because it evaluates; {self.clock.larger}"
+            why = late if exc.outcome == "timed_out" else exc
             raise WorkerError(f"{self._scope.baseline} could not be measured: {why}") from exc
         self._finish_trial(asked, visit, "baseline")
         self._notice_short_budget()
@@ -271,9 +271,8 @@ class Tuner:
         if self._visits.is_safe(config):
             return None, built_s
         self._runner.forget(config)
-        measured = self._visits.trials[-1].measurement
-        outcome, why = measured.outcome, measured.reason
-        return Visit(config=config, outcome=outcome, reason=why, seconds=seconds), built_s
+        one = self._visits.trials[-1].measurement
+        return Visit(config=config, outcome=one.outcome, reason=one.reason, seconds=seconds), 0.0
 
     def _compare(self, config: Config) -> float:
         """Compare the timed code with fp32, at the user's batch because a batch changes no number

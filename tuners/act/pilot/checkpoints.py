@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import os
 import shutil
 import stat
@@ -27,6 +28,8 @@ from typing import Any
 # new file with another of SUFFIXES may be data, such as an archive that the script downloads.
 _SURE = (".pt", ".pth", ".ckpt", ".safetensors")
 SUFFIXES = (*_SURE, ".bin", ".tar", ".distcp", ".metadata")
+# How a file of `torch.save` begins: a zip archive, and before torch 1.6 a pickle.
+_SAVED = (b"PK\3\4", b"\x80\x02\x8a\nl\xfc\x9cF\xf9")
 Act = Callable[..., Any]  # replaces a function, which is its first argument
 
 
@@ -39,6 +42,7 @@ class Redirection:
         self._own = str(folder.parent.resolve())
         self._began, self._stat = time.time(), os.stat
         self._gone = set[str]()  # what the script has removed or renamed, and what stayed
+        self._written = set[str]()  # names of files in the scratch folder
         self._patched: list[tuple[Any, str, Any, Any]] = []
         writes, reads = _rerouting(1, self._to_write), _rerouting(0, self._to_read)
         moves, removes = self._moves, self._removes
@@ -57,7 +61,7 @@ class Redirection:
             "os": {
                 **dict.fromkeys(("replace", "rename"), moves),
                 **dict.fromkeys(("remove", "unlink"), removes),
-                **{"stat": self._looks, "mkdir": self._makes},
+                **{"stat": self._looks, "mkdir": self._makes, "symlink": self._links},
             },
             "shutil": dict[str, Act](
                 rmtree=removes, copyfile=self._copies, copymode=self._skips, copystat=self._skips
@@ -125,18 +129,21 @@ class Redirection:
             setattr(owner, name, ours)
             self._patched.append((owner, name, ours, plain))
 
-    def _scratch(self, path: Any) -> Path | None:
-        """The scratch path for a path of the user's; None for anything else."""
+    def _scratch(self, path: Any, *, link: bool = False) -> Path | None:
+        """The scratch path for a path of the user's; None for anything else. `link`: of a symbolic
+        link itself."""
         if not isinstance(path, str | os.PathLike):
             return None
         with contextlib.suppress(OSError, ValueError, TypeError):
             real = os.path.realpath(os.fspath(path))
+            if link and isinstance(real, str):
+                real = str(Path(path).parent.resolve() / Path(path).name)
             if isinstance(real, str) and not f"{real}/".startswith(f"{self._own}/"):
                 return self._folder / real.lstrip("/")
         return None
 
-    def _there(self, path: Any) -> Path | None:
-        found = self._scratch(path)
+    def _there(self, path: Any, *, link: bool = False) -> Path | None:
+        found = self._scratch(path, link=link)
         return found if found is not None and found.exists() else None
 
     def _to_write(self, path: Any) -> Any:
@@ -148,6 +155,7 @@ class Redirection:
         if (user.exists() and not user.is_file()) or not user.resolve().parent.is_dir():
             return path
         found.parent.mkdir(parents=True, exist_ok=True)
+        self._written.add(Path(path).name)
         return str(found)
 
     def _to_read(self, path: Any) -> Any:
@@ -172,7 +180,8 @@ class Redirection:
         """Whether a file is a checkpoint older than this process, or a folder holds one."""
         path = Path(place)
         below = (Path(folder, name) for folder, _, names in os.walk(path) for name in names)
-        return any(one.name.endswith(SUFFIXES) and self._is_older(one) for one in (path, *below))
+        every = (one for one in itertools.chain([path], below) if self._is_older(one))
+        return any(one.name.endswith(SUFFIXES) or _is_saved(one) for one in every)
 
     def _is_older(self, file: Path) -> bool:
         with contextlib.suppress(OSError):
@@ -191,34 +200,48 @@ class Redirection:
     def _moves(self, plain: Any, src: Any, dst: Any, **kwargs: Any) -> Any:
         """Move a scratch copy to a scratch path. A checkpoint of the user's is copied there and not
         overwritten; a folder that holds one stays."""
-        found, to = self._there(src), self._scratch(dst)
-        users = found is None and self._scratch(src) is not None and self._is_users(src)
-        replaces = to is not None and (found is not None or self._is_users(dst))
-        if kwargs or not (users or replaces):
+        found, to = self._there(src, link=True), self._scratch(dst, link=True)
+        users = self._scratch(src) is not None and self._is_users(src)
+        if kwargs or not (found or users or (to is not None and self._is_users(dst))):
             return plain(src, dst, **kwargs)
-        if users and Path(src).is_dir():
+        to, folder = to or Path(dst), Path(src).is_dir()
+        if found or not (folder and users):
+            to.parent.mkdir(parents=True, exist_ok=True)
+            self._written.add(to.name)
+            if to.is_dir():
+                shutil.rmtree(to)
+            (shutil.copyfile if users and not found else shutil.move)(found or src, to)
+        # A folder has two parts: the scratch copy of its checkpoints, and the user's other files. A
+        # file has two if the script has made it empty before, as a temporary file.
+        if found and folder and not users:
+            return plain(src, dst)
+        if folder and users:
             self._gone.add(os.path.realpath(src))
-            return None
-        to = to or Path(dst)
+        elif os.path.lexists(src):
+            Path(src).unlink()
+        return None
+
+    def _links(self, plain: Any, src: Any, dst: Any, *args: Any, **kwargs: Any) -> Any:
+        """Link to a scratch copy in the scratch folder."""
+        to = self._scratch(dst, link=True) if isinstance(src, str | os.PathLike) else None
+        there = self._there(Path(dst).parent / src) if to is not None else None
+        if to is None or there is None or kwargs.get("dir_fd") is not None:
+            return plain(src, dst, *args, **kwargs)
         to.parent.mkdir(parents=True, exist_ok=True)
-        if to.is_dir():
-            shutil.rmtree(to)
-        if users:
-            shutil.copyfile(src, to)
-            return None
-        shutil.move(found or src, to)
-        # A folder has two parts: the scratch copy of its checkpoints, and the user's other files.
-        return plain(src, dst) if found is not None and Path(src).is_dir() else None
+        to.unlink(missing_ok=True)
+        return plain(str(there), str(to))
 
     def _removes(self, plain: Any, path: Any, *args: Any, **kwargs: Any) -> Any:
         """Remove a scratch copy; a checkpoint of the user's stays."""
         if kwargs.get("dir_fd") is not None:
             return plain(path, *args, **kwargs)
-        found = self._there(path)
+        found = self._there(path, link=True)
         if found is not None and found.is_dir():
             shutil.rmtree(found)
         elif found is not None:
-            return found.unlink()
+            found.unlink()
+            if not os.path.lexists(path):
+                return None
         if self._scratch(path) is None or not self._is_users(path):
             return plain(path, *args, **kwargs)
         self._gone.add(os.path.realpath(path))
@@ -248,8 +271,10 @@ class Redirection:
         return self._to_read(path) if self._is_named(path) else path
 
     def _is_named(self, path: Any) -> bool:
-        """Whether a path has a checkpoint's suffix."""
-        return isinstance(path, str | os.PathLike) and str(path).endswith(SUFFIXES)
+        """Whether a path has a checkpoint's suffix, or the name of one in the scratch folder."""
+        if not isinstance(path, str | os.PathLike):
+            return False
+        return str(path).endswith(SUFFIXES) or str(path).rpartition("/")[2] in self._written
 
     def _copies(self, plain: Any, src: Any, dst: Any, **kwargs: Any) -> Any:
         found = self._there(src)
@@ -266,6 +291,14 @@ class Redirection:
         if to is not None:
             to.parent.mkdir(parents=True, exist_ok=True)
         return plain(files, to or Path(self._to_read(path)), mode)
+
+
+def _is_saved(file: Path) -> bool:
+    """Whether a file begins as those of `torch.save` do."""
+    with contextlib.suppress(OSError), file.open("rb") as opened:
+        begins = opened.read(200)
+        return begins.startswith(_SAVED[1]) or (begins.startswith(_SAVED[0]) and b"pkl" in begins)
+    return False
 
 
 def _rerouting(at: int, to: Callable[[Any], Any]) -> Act:
