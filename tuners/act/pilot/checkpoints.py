@@ -272,9 +272,8 @@ class Redirection:
 
     def _is_named(self, path: Any) -> bool:
         """Whether a path has a checkpoint's suffix, or the name of one in the scratch folder."""
-        if not isinstance(path, str | os.PathLike):
-            return False
-        return str(path).endswith(SUFFIXES) or str(path).rpartition("/")[2] in self._written
+        name = str(path) if isinstance(path, str | os.PathLike) else ""
+        return name.endswith(SUFFIXES) or name.rpartition("/")[2] in self._written
 
     def _copies(self, plain: Any, src: Any, dst: Any, **kwargs: Any) -> Any:
         found = self._there(src)

@@ -179,7 +179,7 @@ class Run:
         except RunEnded as exc:
             crashes = exc.code and exc.outcome in ("failed", "crashed")
             if exc.own or (crashes and config == self.baseline):
-                raise TargetFailed(f"the script fails by itself ({exc}): {RETRY_HINT}", "") from exc
+                raise _by_itself(exc) from exc
             mend = "have it train for longer, or for more epochs"
             if exc.outcome == TRAINING_OVER:
                 mend = "give a command that trains one model alone"
@@ -307,7 +307,7 @@ class Run:
         except RunEnded as exc:
             self._end(words)
             if exc.code and exc.outcome in ("failed", "crashed"):
-                raise TargetFailed(f"the script fails by itself ({exc}): {RETRY_HINT}", "") from exc
+                raise _by_itself(exc) from exc
 
     def _words(self, config: Config) -> tuple[str, ...]:
         return self.command.at(config, self.baseline, self._processes)
@@ -345,6 +345,11 @@ class Run:
         batches = [one.seen.shape[0] for one in self._sessions.values()] + [config.batch or own]
         taken = self._peak_bytes * math.fsum(max(1.0, batch / own) for batch in batches)
         return not self.memory or HEADROOM * taken <= self.memory
+
+
+def _by_itself(exc: RunEnded) -> TargetFailed:
+    keep = "; if it needs its checkpoints in place, give --keep-checkpoints" * ("File" in str(exc))
+    return TargetFailed(f"the script fails by itself ({exc}): {RETRY_HINT}{keep}", "")
 
 
 def comparison(
