@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from advisor.tuners import environment
 from advisor.tuners.act.hooks import in_backward, replace_call
-from advisor.tuners.act.pilot.trees import IMMUTABLE, is_cache
+from advisor.tuners.act.trees import IMMUTABLE, is_cache
 from advisor.tuners.faults import NotRecomputable
 from advisor.tuners.offloading import EXTRA_TIME
 

@@ -35,8 +35,8 @@ from advisor.tuners.act.pilot.pilot import IN_THREADS, Pilot
 from advisor.tuners.act.pilot.protocol import BlockRequest, BlockResult
 from advisor.tuners.act.pilot.script_facts import ScriptFacts
 from advisor.tuners.act.pilot.switch import ConfigSwitch
-from advisor.tuners.act.pilot.trees import map_tensors
 from advisor.tuners.act.process_flags import PROCESS_FLAGS
+from advisor.tuners.act.trees import map_tensors
 from advisor.tuners.faults import Stopped, stopped
 from advisor.tuners.knobs import LoaderFacts
 from advisor.tuners.search.space import Space

@@ -22,10 +22,10 @@ from advisor.tuners import compiling, fingerprint
 from advisor.tuners.act import gate, layouts, ranks
 from advisor.tuners.act.advice_usage import PIECES, AdviceUsage, Served, log_at_exit
 from advisor.tuners.act.applied import AppliedConfig, changed_knobs
-from advisor.tuners.act.pilot.trees import tensors
 from advisor.tuners.act.process_flags import PROCESS_FLAGS
 from advisor.tuners.act.replays import Replays
 from advisor.tuners.act.scaling import MissingScaler, init_momentum
+from advisor.tuners.act.trees import tensors
 from advisor.tuners.decisions import LARGE_BYTES
 from advisor.tuners.faults import failure
 from advisor.tuners.knobs import Knob

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from advisor.tuners.act.hooks import in_backward, is_tracing
-from advisor.tuners.act.pilot.trees import contents_of
+from advisor.tuners.act.trees import held_tensors
 from advisor.tuners.decisions import FREQUENT, MIN_OBSERVED_STEPS
 
 Signature = tuple[Any, ...]
@@ -66,9 +66,8 @@ def _describe(value: Any, found: list[Any]) -> None:
         for name in kind.__dataclass_fields__:
             _describe(getattr(value, name, None), found)
     else:
-        for part in contents_of(value).values():
-            if isinstance(part, Tensor):
-                _describe(part, found)
+        for part in held_tensors(value).values():
+            _describe(part, found)
 
 
 class Signatures:

@@ -44,6 +44,8 @@ from torch.utils.hooks import RemovableHandle
 
 from advisor.tuners.act.compiled import graphs_compiled
 
+# torch.jit.script would compile what `replace_call` sets.
+getattr(torch.jit._recursive, "ignored_attributes", []).append("_compiled_call_impl")
 Function = Callable[..., Any]
 Remove = Callable[[], None]
 
@@ -149,10 +151,9 @@ class CallHooks:
         self._compiled = graphs_compiled()
 
         def ignores() -> bool:
-            # While torch.compile traces a hook, the hook must have no effect.
-            if torch.compiler.is_compiling() or self._resting or in_backward():
-                return True
-            if is_tracing():  # for TensorBoard's graph of the model, as in YOLOv5
+            # While torch.compile traces a hook, the hook must have no effect. torch.jit traces for
+            # TensorBoard's graph of the model, as in YOLOv5.
+            if torch.compiler.is_compiling() or is_tracing() or self._resting or in_backward():
                 return True
             return get_worker_info() is not None  # a worker inherits these hooks
 
@@ -221,9 +222,6 @@ def in_backward() -> bool:
 
 
 def replace_call(model: nn.Module, call: Callable[..., Any] | None) -> None:
-    ignored = getattr(torch.jit._recursive, "ignored_attributes", [])
-    if "_compiled_call_impl" not in ignored:  # torch.jit.script would compile it
-        ignored.append("_compiled_call_impl")
     if call is None:
         vars(model).pop("_compiled_call_impl", None)
     else:

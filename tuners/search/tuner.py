@@ -244,19 +244,17 @@ class Tuner:
         # More workers gain what they deliver, not what a config would give without waiting.
         best = lead.ratio.mean if proposal.origin == "loader" else score(lead)
         leave_s = self._costs.comparison_s(config) + self._costs.race_s([config], PAIRS)
-        if self._scope.real and self._visits.needs_comparison(config):
+        refused, built_s, needs = None, 0.0, self._visits.needs_comparison(config)
+        if needs and self._scope.real:
             refused, built_s = self._compare_first(config)
-            visit = refused or self._visitor.visit(config, best, proposal.turn_s, leave_s)
-            visit = dataclasses.replace(visit, first_s=visit.first_s + built_s)
-            self._finish_trial(asked, visit, proposal.origin)
-            return self._rule_out(visit)
-        visit = self._visitor.visit(config, best, proposal.turn_s, leave_s)
+        visit = refused or self._visitor.visit(config, best, proposal.turn_s, leave_s)
+        visit = dataclasses.replace(visit, first_s=visit.first_s + built_s)
         self._visits.add(visit)
         known = self._visits.compared(config) is not None  # perhaps with another loader
         asks = self._visits.leads(visit) or (
             proposal.compares and self._costs.comparison_s(config) <= self.clock.left_s
         )
-        if visit.ok and (known or asks) and self._visits.needs_comparison(config):
+        if visit.ok and (known or asks) and needs and not self._scope.real:
             visit = dataclasses.replace(visit, seconds=visit.seconds + self._compare(config))
         self._finish_trial(asked, visit, proposal.origin)
         self._rule_out(visit)
@@ -264,12 +262,10 @@ class Tuner:
     def _compare_first(self, config: Config) -> tuple[Visit | None, float]:
         """Compare a config that has made no step. Returns the visit of one that is wrong or cannot
         be compared, and the seconds in which the comparison compiled its code."""
-        compiles = bool(self._costs.build_s(config))
         passes_s = self._costs.comparison_s(config)
         seconds = self._compare(config)
-        built_s = max(0.0, seconds - passes_s) if compiles else 0.0
         if self._visits.is_safe(config):
-            return None, built_s
+            return None, max(0.0, seconds - passes_s) if self._costs.build_s(config) else 0.0
         self._runner.forget(config)
         one = self._visits.trials[-1].measurement
         return Visit(config=config, outcome=one.outcome, reason=one.reason, seconds=seconds), 0.0

@@ -5,7 +5,8 @@ PyTorch, safetensors, torch.distributed.checkpoint, Lightning and transformers' 
 to the same path below a scratch folder, and read it from that folder if it is in it; so do `os`,
 `shutil` and `open` with such files. `open` knows a checkpoint that it writes by its suffix. All
 else is untouched: lists of a folder, file objects. Processes of one job share the folder, so the
-files in it decide, not a table in memory.
+files in it decide; each process remembers by itself only names without a known suffix, and what of
+the user's it has removed.
 """
 
 from __future__ import annotations
@@ -217,7 +218,7 @@ class Redirection:
             return plain(src, dst)
         if folder and users:
             self._gone.add(os.path.realpath(src))
-        elif os.path.lexists(src):
+        elif not users and os.path.lexists(src):
             Path(src).unlink()
         return None
 
@@ -249,9 +250,8 @@ class Redirection:
 
     def _makes(self, plain: Any, path: Any, *args: Any, **kwargs: Any) -> Any:
         """Make a folder, unless the script has removed or renamed it and it stayed."""
-        if self._scratch(path) is not None and (real := os.path.realpath(path)) in self._gone:
-            self._gone.discard(real)
-            return None
+        if self._gone and (real := os.path.realpath(path)) in self._gone:
+            return self._gone.discard(real)
         return plain(path, *args, **kwargs)
 
     def _looks(self, plain: Any, path: Any, *args: Any, **kwargs: Any) -> Any:

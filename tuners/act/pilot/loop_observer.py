@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from advisor.tuners.act.gate import Signatures, signature
-from advisor.tuners.act.pilot.trees import contents_of
 from advisor.tuners.act.pilot.wrappers import Wrappers
+from advisor.tuners.act.trees import held_tensors
 from advisor.tuners.decisions import MAX_OBSERVED_STEPS, MIN_OBSERVED_STEPS
 from advisor.tuners.fingerprint import unwrapped
 
@@ -255,9 +255,8 @@ def _inputs(name: str, value: Any) -> Iterator[Input]:
             return
     if isinstance(value, list | tuple):
         value = dict(enumerate(value))
-    elif not isinstance(value, Mapping):  # an object, such as a batch that is a dataclass
-        held = contents_of(value).items()
-        value = {key: part for key, part in held if isinstance(part, Tensor)}
+    elif not isinstance(value, Mapping):
+        value = held_tensors(value)
     for key, part in value.items():
         yield from _inputs(f"{name}.{key}".strip("."), part)
 

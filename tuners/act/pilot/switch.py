@@ -22,10 +22,10 @@ from advisor.tuners.act.applied import AppliedConfig
 from advisor.tuners.act.artifacts import restore_keys, use_stable_keys
 from advisor.tuners.act.gate import Gate
 from advisor.tuners.act.pilot.loop_observer import TrainedModel
-from advisor.tuners.act.pilot.trees import map_tensors
 from advisor.tuners.act.pilot.wrappers import Shards, Wrappers
 from advisor.tuners.act.process_flags import PROCESS_FLAGS
 from advisor.tuners.act.replays import Replays
+from advisor.tuners.act.trees import map_tensors
 from advisor.tuners.decisions import LEAST_FREE
 from advisor.tuners.faults import is_config_error
 from advisor.tuners.offloading import OffloadedCall, plain_call

@@ -36,9 +36,9 @@ from advisor.tuners.act.gate import Signature, of_any_size, signature
 from advisor.tuners.act.pilot.loop_observer import RngState, batch_of
 from advisor.tuners.act.pilot.protocol import CompareRequest
 from advisor.tuners.act.pilot.switch import ConfigSwitch, ModelCall
-from advisor.tuners.act.pilot.trees import is_cache, map_tensors, mutable_class, tensors
 from advisor.tuners.act.pilot.wrappers import local
 from advisor.tuners.act.ranks import Group
+from advisor.tuners.act.trees import is_cache, map_tensors, mutable_class, tensors
 from advisor.tuners.decisions import POINTS
 from advisor.tuners.environment import allocated, synchronize, unused_bytes
 from advisor.tuners.faults import failure

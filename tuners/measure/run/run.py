@@ -16,6 +16,7 @@ from advisor.errors import TargetFailed, UsageError, WorkerError
 from advisor.tuners import knobs
 from advisor.tuners.act.pilot.parts import FIXED, micro_batches, size_of
 from advisor.tuners.act.pilot.protocol import (
+    KEEP_CHECKPOINTS,
     LEAST_MEMORY,
     MAX_MEMORY,
     TRAINING_OVER,
@@ -348,7 +349,8 @@ class Run:
 
 
 def _by_itself(exc: RunEnded) -> TargetFailed:
-    keep = "; if it needs its checkpoints in place, give --keep-checkpoints" * ("File" in str(exc))
+    lacks = any(one in str(exc) for one in ("FileNotFoundError", "FileExistsError"))
+    keep = f"; if it needs its checkpoints in place, set {KEEP_CHECKPOINTS}=1" * lacks
     return TargetFailed(f"the script fails by itself ({exc}): {RETRY_HINT}{keep}", "")
 
 

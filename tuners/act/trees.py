@@ -28,7 +28,7 @@ def map_tensors(
     def of(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
             return change(leaf)
-        contents = contents_of(leaf)
+        contents = _contents(leaf)
         if not contents or any(leaf is one for one in _around):
             return leaf
         other = map_tensors(change, contents, _around=(*_around, leaf))
@@ -38,7 +38,7 @@ def map_tensors(
     return tree_map(of, value)
 
 
-def contents_of(leaf: Any) -> dict[str, Any]:
+def _contents(leaf: Any) -> dict[str, Any]:
     """An object's attributes, and a dictionary's items."""
     if isinstance(leaf, IMMUTABLE) or callable(leaf):
         return {}
@@ -46,6 +46,11 @@ def contents_of(leaf: Any) -> dict[str, Any]:
     names = [*getattr(leaf, "__dict__", ()), *slots]
     items = dict(leaf) if isinstance(leaf, dict) else {}
     return items | {name: getattr(leaf, name) for name in names if hasattr(leaf, name)}
+
+
+def held_tensors(value: Any) -> dict[str, Tensor]:
+    """The tensors that are attributes of an object, such as a batch of a class of its own."""
+    return {name: one for name, one in _contents(value).items() if isinstance(one, Tensor)}
 
 
 def _with_contents(leaf: Any, contents: dict[str, Any]) -> Any:
