@@ -172,8 +172,7 @@ def _fresh_warnings() -> Iterator[None]:
     """Print each warning once. Afterwards, remove the log handlers that the command added."""
     log = logging.getLogger("advisor")
     handlers, level = list(log.handlers), log.level
-    with warnings.catch_warnings():
-        warnings.simplefilter("default")
+    with warnings.catch_warnings(action="default"):
         warnings.showwarning = lambda *args: print(
             warnings.formatwarning(*args[:4]), end="", file=sys.stderr
         )

@@ -132,8 +132,7 @@ def test_every_knob_can_be_read_by_its_name(
     """Knobs that the served config does not have read as torch's default."""
     if status == "disabled":
         monkeypatch.setenv("ADVISOR_DISABLE", "1")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore" if status == "miss" else "error")
+    with warnings.catch_warnings(action="ignore" if status == "miss" else "error"):
         advice = advisor.apply(NET, shape=(4, 3, 9 if status == "miss" else 8, 8))
     assert (advice.status, advice.batch_size) == (status, 4)
     if status == "disabled":
@@ -206,8 +205,7 @@ def test_only_rank_0_warns_of_a_miss(record: Record, monkeypatch: pytest.MonkeyP
     advice = lookup_net()
     assert (advice.status, advice.config) == ("exact", FAST)
     monkeypatch.setenv("RANK", "3")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         assert advisor.lookup(advisor.Model("nothing.py:Net", device="cpu")).status == "miss"
 
 

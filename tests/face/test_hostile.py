@@ -74,9 +74,7 @@ def run_commands(case: hostile.Case, folder: Path) -> dict[str, CommandResult]:
 
 def lookup_warnings(folder: Path, url: str) -> str:
     """Warnings of a lookup in a folder."""
-    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
-        patch.chdir(folder)
-        warnings.simplefilter("always")
+    with contextlib.chdir(folder), warnings.catch_warnings(record=True, action="always") as caught:
         package.lookup(package.Model("model.py:Net", device="cpu"), shape=SHAPE, store=url)
     return "\n".join(str(one.message) for one in caught)
 

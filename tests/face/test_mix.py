@@ -77,8 +77,7 @@ def test_lookup_needs_all_shapes_of_the_mix_in_any_order(tuned: Path) -> None:
         advice = package.lookup(target, shape=shapes, strict=True)
         assert advice.status == "exact" and advice.batch_size == 4
     for shapes in (SHAPES[:2], (4, 3, 8, 8), "4x3x8x8"):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with warnings.catch_warnings(record=True, action="always") as caught:
             assert package.lookup(target, shape=shapes).status == "miss"
         (one,) = caught
         assert "shapes 4x3x8x8+6x3x6x6+2x3x10x10 -> " in str(one.message)

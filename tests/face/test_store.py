@@ -95,8 +95,7 @@ def test_unreadable_records_warn_once(store: advisor.Store, tmp_path: Path, use:
     with pytest.warns(advisor.AdvisorWarning, match="not msgpack.*; 1 more cannot") as caught:
         USES[use](store, tmp_path)
     assert len(caught) == 1 and "\n" not in str(caught[0].message)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         assert len(advisor.Store(f"dir:{tmp_path}/none").records()) == 0
     unreachable = advisor.Store([*store.urls, f"http://127.0.0.1:{servers.free_port()}?timeout=1s"])
     with pytest.warns(advisor.AdvisorWarning, match="refused"):

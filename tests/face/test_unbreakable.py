@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
@@ -50,8 +51,7 @@ def check_apply(target: object = "model.py:Net", **arguments: Any) -> str:
     """Call apply() as a script does, check that it serves the defaults, and return its warning."""
     before = flag_state()
     arguments = {"device": "cpu", **arguments}
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as seen:
         advice = advisor.apply(**lookup_arguments(target, **arguments))  # type: ignore[arg-type]
     assert (advice.status, advice.config) == ("miss", TORCH)
     assert flag_state() == before
@@ -97,17 +97,14 @@ def test_apply_works_in_a_deleted_folder(here: Path, monkeypatch: pytest.MonkeyP
     check_apply()  # torch's first optimizer reads the current folder
     gone = here / "gone"
     gone.mkdir()
-    os.chdir(gone)
-    gone.rmdir()
-    try:
+    with contextlib.chdir(gone):
+        gone.rmdir()
         check_apply()
         check_strict()
         for script in (None, "<stdin>", __file__):
             monkeypatch.setitem(sys.modules, "__main__", SimpleNamespace(__file__=script))
             with pytest.warns(advisor.AdvisorWarning, match="model.py:Net': cannot be found"):
                 advisor.lookup(NET)
-    finally:
-        os.chdir(here)
 
 
 @pytest.mark.parametrize("given", [Path("store"), ["store"], (Path("store"),)])
@@ -141,8 +138,7 @@ def test_apply_survives_invalid_environment_variables(
     monkeypatch.setattr(log, "handlers", list(log.handlers))
     monkeypatch.setenv(variable, value)
     before = flag_state()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         advice = advisor.apply(NET)
         advisor.apply("model.py:Net", capture=True)
     # Only rank 0 warns.

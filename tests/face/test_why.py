@@ -41,8 +41,7 @@ def store_record(one: Record, cache: str | None = None) -> None:
 
 def look_up(**given: object) -> tuple[package.Advice, str]:
     """The advice and the text of its warning, if any."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         arguments = {"shape": (4, 3, 8, 8), "device": "cpu"} | given
         advice = package.lookup(**lookup_arguments("model.py:Net", **arguments))  # type: ignore[arg-type]
     assert len(caught) <= 1, [str(one.message) for one in caught]

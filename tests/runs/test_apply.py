@@ -127,8 +127,7 @@ def stored_record(seen: ScriptFacts) -> None:
 
 @pytest.mark.usefixtures("stored_record")
 def test_apply_puts_the_record_of_the_run_in_force_until_release() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         advice = advisor.apply()
         assert (advice.reason, advice.status) == (lookups.AT_FIRST_STEPS, "miss")
         net = Net()

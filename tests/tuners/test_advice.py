@@ -148,8 +148,7 @@ def test_fp16_without_a_scaler_warns_once_and_keeps_the_scripts_hook(how: str) -
         pass
     hooked: list[torch.optim.Optimizer] = []
     hook = register_optimizer_step_post_hook(lambda optimizer, *_: hooked.append(optimizer))
-    with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as warned:
         train_two_steps(advice, how)
     hook.remove()
     assert ["without a scaler" in str(one.message) for one in warned] == [True] * (how == "plain")

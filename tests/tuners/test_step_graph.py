@@ -472,8 +472,7 @@ def test_rare_changes_recapture_and_constant_changes_warn(
             if next(numbers) % every == 0:
                 between(trainer)
 
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore" if every == 1 else "error")
+        with warnings.catch_warnings(action="ignore" if every == 1 else "error"):
             ends.append(trainer.run(16, at_interval))
         assert not graph or ("changed at every step" in trainer.step.failure) is (every == 1)
     assert repr(ends[0]) == repr(ends[1])
@@ -600,8 +599,7 @@ def test_out_of_memory_neither_raises_nor_trains_a_batch_twice(
                 raise torch.OutOfMemoryError("out of memory")
 
         trainer.model.register_forward_pre_hook(run_out)
-        with warnings.catch_warnings(record=True) as warned:
-            warnings.simplefilter("always")
+        with warnings.catch_warnings(record=True, action="always") as warned:
             for number in range(FIRST_REPLAY + 6):
                 if graph and number == call:
                     left[0], recorder.exhausted = forward, forward == 0

@@ -317,8 +317,7 @@ def _noticing_waits() -> Iterator[list[str]]:
     """Context manager: yields a list of lines that wait for the device, filled at the end."""
     found: list[str] = []
     held = torch.cuda.get_sync_debug_mode()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         torch.cuda.set_sync_debug_mode("warn")
         try:
             yield found
