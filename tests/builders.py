@@ -142,12 +142,12 @@ class MadeUp:
         seed: of the noise.
         load: factor by which steps are slower at a given time.
         waits_s: seconds in which the loader makes a batch. Shorter steps wait for it.
-
-    Attributes:
-        time: seconds that have passed.
         fails: outcome by knob value; 'hangs' never finishes building.
         verdicts: result of the comparison by knob value.
         stops: exception to raise, by number of the block.
+
+    Attributes:
+        time: seconds that have passed.
         blocks: configs of all blocks so far. `compared` and `forgotten` are alike.
     """
 
@@ -161,15 +161,16 @@ class MadeUp:
         seed: int = 0,
         load: Callable[[float], float] = lambda _time: 1.0,
         waits_s: Callable[[Config], float] = lambda _config: 0.0,
+        fails: Mapping[tuple[str, object], str] | None = None,
+        verdicts: Mapping[tuple[str, object], Compared] | None = None,
+        stops: Mapping[int, BaseException] | None = None,
     ) -> None:
         self.baseline = baseline
         self.step_s, self.gains, self.noise = step_s, gains, noise
         self.load, self.waits_s = load, waits_s
         self.time = 0.0
         self.compiling_s = COMPILING_S
-        self.fails: dict[tuple[str, object], str] = {}
-        self.verdicts: dict[tuple[str, object], Compared] = {}
-        self.stops: dict[int, BaseException] = {}
+        self.fails, self.verdicts, self.stops = fails or {}, verdicts or {}, stops or {}
         self.blocks: list[Config] = []
         self.compared: list[Config] = []
         self.forgotten: list[Config] = []

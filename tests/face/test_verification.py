@@ -214,8 +214,8 @@ def test_idle_knobs_are_removed_without_a_new_race(channels_last: float, idle: l
 
 def test_advice_that_fails_or_leaves_no_time_raises() -> None:
     record = replace(examples.record(), input=Config())
-    failing, slow = runner_for(record), runner_for(record, step_s=1.0)
-    failing.fails = {("precision", "bf16"): "failed"}
+    failing = runner_for(record, fails={("precision", "bf16"): "failed"})
+    slow = runner_for(record, step_s=1.0)
     with pytest.raises(WorkerError, match="bf16 no longer runs here: it is made"):
         remeasurement(record, failing).parts()
     with pytest.raises(WorkerError, match="no time was left to measure"):

@@ -51,8 +51,7 @@ def is_near(machine: MadeUp, config: Config, best: Config, within: float = 0.95)
 def test_only_faster_and_verified_configs_lead(
     verdicts: dict[tuple[str, object], Compared], never: tuple[str, object] | None, best: Config
 ) -> None:
-    machine, heard = MadeUp(BASE), Heard()
-    machine.verdicts = verdicts
+    machine, heard = MadeUp(BASE, verdicts=verdicts), Heard()
     found = tuned(machine, SPACE, 200.0, heard=heard)
     for config in (*heard.best, advised(found)):
         assert never is None or never not in config.items()
@@ -80,8 +79,7 @@ def test_in_a_real_run_a_config_makes_no_step_before_it_passed(
             assert self.verdicts.keys().isdisjoint(config.items())
             return super().block(config, steps, **how)
 
-    machine, heard = RealRun(BASE), Heard()
-    machine.verdicts = verdicts
+    machine, heard = RealRun(BASE, verdicts=verdicts), Heard()
     found = tuned(machine, SPACE, 200.0, heard=heard, real=True)
     assert machine.speedup(advised(found)) > 2
     for pair, verdict in verdicts.items():
@@ -99,15 +97,12 @@ def test_interrupted_search_keeps_the_best_so_far(stop: BaseException) -> None:
     whole = MadeUp(BASE)
     tuned(whole, SPACE, 90.0)
     first, second = map(whole.blocks.index, list(dict.fromkeys(whole.blocks))[1:3])
-    machine = MadeUp(BASE)
-    machine.stops[first + 1] = stop
     ctrl_c = isinstance(stop, KeyboardInterrupt)
     # No config has been compared with the baseline yet.
     with nullcontext() if ctrl_c else pytest.raises(type(stop)):
-        assert advised(tuned(machine, SPACE, 90.0)) == BASE
+        assert advised(tuned(MadeUp(BASE, stops={first + 1: stop}), SPACE, 90.0)) == BASE
     for number in range(second + 1, len(whole.blocks), 29):
-        machine, heard = MadeUp(BASE), Heard()
-        machine.stops[number] = stop
+        machine, heard = MadeUp(BASE, stops={number: stop}), Heard()
         found = tuned(machine, SPACE, 90.0, heard=heard)
         assert found.interrupted == ctrl_c and not found.complete
         assert is_near(machine, advised(found), heard.best[-1], 0.97), number
@@ -115,14 +110,10 @@ def test_interrupted_search_keeps_the_best_so_far(stop: BaseException) -> None:
 
 
 def test_search_without_a_measured_baseline_raises() -> None:
-    machine = MadeUp(BASE)
-    machine.stops[1] = KeyboardInterrupt()
     with pytest.raises(KeyboardInterrupt):
-        tuned(machine, SPACE)
-    machine = MadeUp(BASE)
-    machine.fails[("compile", "none")] = "failed"
+        tuned(MadeUp(BASE, stops={1: KeyboardInterrupt()}), SPACE)
     with pytest.raises(WorkerError, match="could not be measured"):
-        tuned(machine, SPACE)
+        tuned(MadeUp(BASE, fails={("compile", "none"): "failed"}), SPACE)
 
 
 @pytest.mark.parametrize(
@@ -138,8 +129,7 @@ def test_search_without_a_measured_baseline_raises() -> None:
     ],
 )
 def test_failed_value_is_not_advised(fails: dict[tuple[str, object], str], best: Config) -> None:
-    machine = MadeUp(BASE)
-    machine.fails = dict(fails)
+    machine = MadeUp(BASE, fails=fails)
     found = tuned(machine, SPACE, 100.0)
     assert is_near(machine, advised(found), best)
     assert machine.time <= 1.05 * 100 + 1
@@ -148,8 +138,8 @@ def test_failed_value_is_not_advised(fails: dict[tuple[str, object], str], best:
 @pytest.mark.parametrize(("compiling_s", "budget_s"), [(44.0, 90.0), (50.0, 100.0)])
 def test_no_second_compilation_without_enough_time(compiling_s: float, budget_s: float) -> None:
     """The first compiled mode is wrong. Another one would use up the remaining budget."""
-    machine, heard = MadeUp(BASE), Heard()
-    machine.compiling_s, machine.verdicts = compiling_s, WRONG_CODE
+    machine, heard = MadeUp(BASE, verdicts=WRONG_CODE), Heard()
+    machine.compiling_s = compiling_s
     found = tuned(machine, SPACE, budget_s, heard=heard)
     assert all(trial.measurement.ok for trial in heard.trials)
     assert machine.time <= budget_s and machine.speedup(advised(found)) > 2
@@ -174,8 +164,7 @@ def test_interrupted_search_resumes_from_its_journal(tmp_path: Path) -> None:
     """The later run has less time than the first compilation took."""
     for number in (40, 80):
         name = f"s{number}"
-        machine = MadeUp(BASE)
-        machine.stops[number] = KeyboardInterrupt()
+        machine = MadeUp(BASE, stops={number: KeyboardInterrupt()})
         tuned(machine, SPACE, 90.0, study=open_study(tmp_path, name)[0])
         again, heard = MadeUp(BASE), Heard()
         again.compiling_s = 5.0  # the compiler's cache is warm
@@ -235,9 +224,7 @@ def test_compiling_is_not_advised_for_a_short_job(
 def test_remarks_name_faster_configs_that_are_not_advised(
     verdicts: dict[tuple[str, object], Compared], budget_s: float, config: str, reason: str
 ) -> None:
-    machine = MadeUp(BASE)
-    machine.verdicts = verdicts
-    found = tuned(machine, SPACE, budget_s)
+    found = tuned(MadeUp(BASE, verdicts=verdicts), SPACE, budget_s)
     assert [line for line in found.remarks if config in line and reason in line], found.remarks
     names = [line.split(":")[0] for line in found.remarks]
     assert len(set(names)) == len(names)
@@ -248,8 +235,7 @@ def test_remarks_name_faster_configs_that_are_not_advised(
 )
 def test_race_decides_unless_it_is_too_noisy(changes: dict[str, Any], least: float) -> None:
     """The machine changes when the race begins."""
-    machine = MadeUp(BASE)
-    truth = MadeUp(BASE)
+    machine, truth = MadeUp(BASE), MadeUp(BASE)
 
     class ChangeAtRace(Heard):
         def phase(self, what: str) -> None:

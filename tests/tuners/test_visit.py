@@ -138,8 +138,7 @@ def test_block_that_stalls_does_not_count(stalls: Config, number: int) -> None:
 
 @pytest.mark.parametrize("outcome", ["failed", "crashed", "out_of_memory", "hangs"])
 def test_failed_visit_has_outcome_and_reason(outcome: str) -> None:
-    machine = MadeUp(BASE)
-    machine.fails[("compile", "reduce-overhead")] = outcome
+    machine = MadeUp(BASE, fails={("compile", "reduce-overhead"): outcome})
     visit = visitor(machine, 60.0).visit(FAST, best=1.0)
     assert visit.outcome == ("timed_out" if outcome == "hangs" else outcome)
     assert not visit.ok and visit.reason and visit.measurement(1.0).reason == visit.reason
