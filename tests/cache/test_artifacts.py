@@ -12,7 +12,6 @@ from advisor.cache.artifacts import Artifacts, Label, Purpose, Tools, pack_artif
 from advisor.cache.artifacts import unpack_artifacts as unpack
 from advisor.cache.garbage import find_garbage
 from advisor.cache.name import record_key
-from advisor.cache.record import Record
 from advisor.cache.records import Records
 from advisor.cache.settings import max_artifacts
 from advisor.cache.signing import NO_KEYS, KeyRing
@@ -33,19 +32,19 @@ def artifacts(*stores: ByteStore, keyring: KeyRing = MINE, most: int = 2**20) ->
     return Artifacts(stores, keyring, most)
 
 
-def blob_name(purpose: Purpose, keyring: KeyRing = MINE) -> str:
-    return keyring.tagged(purpose.label)
+def blob_name(purpose: Purpose) -> str:
+    return MINE.tagged(purpose.label)
 
 
 def blob_key(purpose: Purpose) -> str:
     return BLOBS + blob_name(purpose)
 
 
-def put_both(store: ByteStore, one: Record = RECORD, keyring: KeyRing = MINE) -> Purpose:
+def put_both(store: ByteStore) -> Purpose:
     """Keep a record and artifacts for its config."""
-    Records(store, keyring=keyring).put(one)
-    purpose = Purpose.of(one, one.winner("loop").config, ENVIRONMENT, TOOLS)
-    artifacts(store, keyring=keyring).keep(DATA, purpose, store)
+    Records(store, keyring=MINE).put(RECORD)
+    purpose = Purpose.of(RECORD, RECORD.winner("loop").config, ENVIRONMENT, TOOLS)
+    artifacts(store).keep(DATA, purpose, store)
     return purpose
 
 

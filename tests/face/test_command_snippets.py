@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import re
 import shlex
-import sys
 import time
 import warnings
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +20,7 @@ from advisor.open_store import open_records
 from advisor.tuners import environment
 from tests.builders import lookup_arguments, net_of
 from tests.face.commands import MODEL, SHAPE, advisor, run_json, run_script
+from tests.face.test_apply import set_main_script
 
 ARGS_MODEL = MODEL.replace("width=8)", "width=8, name='', scale=1.0, bias=True, extra=None)")
 TEXT_MODEL = """
@@ -55,18 +54,15 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, searched: list[Task]) -> Iterator[Path]:
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, searched: list[Task]) -> Path:
     (tmp_path / "examples").mkdir()
     tuned = MODEL.replace("nn.Linear(width, 4)", "nn.Linear(width, 5)")
     files = {"argued.py": ARGS_MODEL, "words.py": TEXT_MODEL, "tuned.py": tuned}
     for name, source in (files | dict.fromkeys(("model.py", "examples/x.py", ODD), MODEL)).items():
         (tmp_path / name).write_text(source)
     monkeypatch.chdir(tmp_path)
-    # The running script is one in this folder, not pytest.
-    monkeypatch.setattr(
-        sys.modules["__main__"], "__file__", str(tmp_path / "train.py"), raising=False
-    )
-    yield tmp_path
+    set_main_script(monkeypatch, tmp_path / "train.py")
+    return tmp_path
 
 
 def tune(folder: Path, target: str, options: tuple[str, ...]) -> Any:
@@ -98,8 +94,7 @@ def command_in(message: str) -> str:
 
 
 def miss_message(target: str, **arguments: Any) -> str:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         advice = package.lookup(**lookup_arguments(target, **arguments))
     assert advice.status == "miss"
     return str(caught[-1].message)

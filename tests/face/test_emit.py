@@ -36,6 +36,7 @@ from advisor.tuners.knobs import BY_NAME, KNOBS, TORCH
 from tests.builders import measured, verified
 from tests.cache import examples
 from tests.face.commands import advisor
+from tests.face.test_unbreakable import flag_state
 
 CUDA = Config(TORCH).at(64)
 TF32 = CUDA.replace(precision="tf32")
@@ -202,15 +203,6 @@ def _reset_flags() -> None:
 def reset_flags_afterwards() -> Iterator[None]:
     yield
     _reset_flags()
-
-
-def flag_state() -> tuple[object, ...]:
-    cudnn = torch.backends.cudnn
-    return (
-        *(torch.backends.cuda.matmul.allow_tf32, cudnn.allow_tf32),
-        *(cudnn.benchmark, cudnn.deterministic, cudnn.enabled),
-        *(torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()),
-    )
 
 
 @pytest.mark.parametrize(

@@ -103,7 +103,8 @@ class ScriptedGuide(Looks):
         self._given, self.results = requests, list[BlockResult]()
 
     def begin(self, seen: ScriptFacts) -> BlockRequest:
-        self.seen, self._requests = seen, self._given(space_of(seen))
+        super().begin(seen)  # keeps the facts, which the requests may need
+        self._requests = self._given(space_of(seen))
         return next(self._requests)
 
     def next(self, result: BlockResult) -> BlockRequest:

@@ -19,7 +19,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from advisor.cache.config import Config
 from advisor.tuners.act.pilot.pilot import Pilot
 from advisor.tuners.act.pilot.protocol import BlockRequest
-from advisor.tuners.act.pilot.script_facts import ScriptFacts
 from advisor.tuners.act.process_flags import PROCESS_FLAGS
 from advisor.tuners.decisions import POINTS
 from advisor.tuners.measure.run.recorded_steps import RecordedSteps
@@ -35,10 +34,6 @@ class CheckingGuide(ScriptedGuide):
 
     def __init__(self) -> None:
         super().__init__(lambda space: requests(Config(space.default | self.seen.own)))
-
-    def begin(self, seen: ScriptFacts) -> BlockRequest:
-        self.seen = seen
-        return super().begin(seen)
 
 
 def requests(own: Config) -> Iterator[BlockRequest]:

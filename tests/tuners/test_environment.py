@@ -34,7 +34,6 @@ GETTERS: dict[str, Callable[..., Any]] = {
     "MaxMigDeviceCount": lambda card: 7,
     "MigDeviceHandleByIndex": lambda card, n: dict(enumerate(card["slices"])).get(n) or refuse(),
     "Attributes": lambda part: SimpleNamespace(multiprocessorCount=part["multiprocessors"]),
-    "ComputeMode": lambda card: 0,
     "MemoryInfo": lambda card: SimpleNamespace(total=card["memory"]),
     "Name": lambda card: card["name"],
     "UUID": lambda card: card["uuid"],
@@ -61,7 +60,6 @@ class FakeNvml:
     __spec__ = None  # Python 3.13 reads it on import
     NVMLError = NVMLError
     NVML_CLOCK_SM = 1
-    NVML_COMPUTEMODE_DEFAULT = 0
     NVML_P2P_CAPS_INDEX_NVLINK, NVML_P2P_STATUS_OK = 2, 0
 
     def __init__(self, *cards: Card, fails: tuple[str, ...] = ()) -> None:

@@ -331,19 +331,19 @@ def worker(hang_file: Path) -> Iterator[Worker]:
 
 STEP = Config(batch_size=8, precision="default", cudnn_deterministic=False)
 """A config without loader knobs."""
+TWO_WORKERS = STEP | {"num_workers": 2, "prefetch_factor": 2}
 
 
 def test_worker_times_steps_with_and_without_the_loader(worker: Worker, hang_file: Path) -> None:
     assert worker.describe_data().batches == 12_500
-    two_workers = STEP | {"num_workers": 2, "prefetch_factor": 2}
     step = worker.block(STEP, 5, deadline_s=30.0)
     assert (step.steps, step.samples, step.waited_s) == (5, 40, 0.0) and step.first_s > 0
-    both = worker.block(two_workers, 5, deadline_s=30.0)
+    both = worker.block(TWO_WORKERS, 5, deadline_s=30.0)
     assert both.steps == 6, "whole rounds of two workers"
     assert both.first_s > 0 and 0 < both.waited_s <= both.seconds
-    more = worker.block(two_workers, 6, deadline_s=30.0)
+    more = worker.block(TWO_WORKERS, 6, deadline_s=30.0)
     assert more.first_s == 0.0 and more.waited_s > 0
-    other = two_workers | {"in_order": False, "sharing": "file_system"}
+    other = TWO_WORKERS | {"in_order": False, "sharing": "file_system"}
     assert worker.block(other, 2, deadline_s=30.0).waited_s > 0
     assert worker.block(STEP, 5, deadline_s=30.0).waited_s == 0.0
 
@@ -351,12 +351,12 @@ def test_worker_times_steps_with_and_without_the_loader(worker: Worker, hang_fil
     hang_file.touch()
     guard = worker._process.pid
     with pytest.raises(ConfigFailed) as failed:
-        worker.block(two_workers, 2, deadline_s=1.0)
+        worker.block(TWO_WORKERS, 2, deadline_s=1.0)
     assert failed.value.outcome == "timed_out"
     with pytest.raises(ProcessLookupError):
         os.kill(guard, 0)
     hang_file.unlink()
-    assert worker.block(two_workers, 2, deadline_s=30.0).waited_s > 0
+    assert worker.block(TWO_WORKERS, 2, deadline_s=30.0).waited_s > 0
 
 
 def test_loader_workers_end_when_the_worker_is_killed(worker: Worker, hang_file: Path) -> None:
@@ -373,9 +373,8 @@ def test_loader_workers_end_when_the_worker_is_killed(worker: Worker, hang_file:
 
     killer = threading.Thread(target=kill)
     killer.start()
-    two_workers = STEP | {"num_workers": 2, "prefetch_factor": 2}
     with pytest.raises(ConfigFailed) as failed:
-        worker.block(two_workers, 2, deadline_s=30.0)
+        worker.block(TWO_WORKERS, 2, deadline_s=30.0)
     killer.join()
     assert failed.value.outcome in ("crashed", "out_of_memory") and len(pids) >= 4
     assert not any(map(alive, pids))

@@ -159,14 +159,11 @@ def test_hitting_the_recompile_limit_is_reported(trained_net: TrainedNet) -> Non
     def doubled(x: Tensor) -> Tensor:
         return 2 * x
 
-    def call_with_two_sizes() -> None:
-        with torch._dynamo.config.patch(recompile_limit=1):
-            for size in (2, 3):
-                doubled(torch.ones(size))
-
     switch.set(OWN.replace(compile="default"))
     assert not switch.fell_back and torch._dynamo.config.recompile_limit == 64
-    call_with_two_sizes()
+    with torch._dynamo.config.patch(recompile_limit=1):
+        for size in (2, 3):
+            doubled(torch.ones(size))
     assert switch.fell_back
     switch.set(OWN)
     assert not switch.fell_back
