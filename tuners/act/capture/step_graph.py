@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ from advisor.tuners.act.capture.captured_graph import (
     StateSnapshot,
 )
 from advisor.tuners.act.capture.object_graph import ObjectGraph, Values
+from advisor.tuners.act.pilot.loop_observer import numpy_state
 from advisor.tuners.decisions import CHECKED, CHECKED_AGAIN, IN_A_ROW, LARGE_BYTES
 from advisor.tuners.faults import is_out_of_memory
 
@@ -168,10 +168,8 @@ class StepGraph:
         return ObjectGraph(self._train_step, self._models, (*self._optimizers, *self._scalers))
 
     def _host_rng_state(self) -> object:
-        numpy = sys.modules.get("numpy")
-        drawn = numpy and repr(numpy.random.get_state(legacy=False))
         beside = self._recorder.device != "cpu"
-        return random.getstate(), drawn, beside and torch.get_rng_state().numpy().tobytes()
+        return random.getstate(), numpy_state(), beside and torch.get_rng_state().numpy().tobytes()
 
     def _why_not_replayed(
         self, objects: ObjectGraph, before: Values, drawn: object, stepped: list[int]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import random
+import sys
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -102,6 +103,12 @@ class RngState:
         return self._python != now._python or not all(map(torch.equal, ours, theirs))
 
 
+def numpy_state() -> object:
+    """The state of numpy's random numbers; None if the script has not imported numpy."""
+    numpy = sys.modules.get("numpy")
+    return numpy and repr(numpy.random.get_state(legacy=False))
+
+
 class LoopObserver:
     """Records the model calls and optimizer steps with which a script begins."""
 
@@ -140,7 +147,7 @@ class LoopObserver:
             self.optimizers.append(optimizer)
         at = self.optimizers.index(optimizer)
         self._order.append(at)
-        gradients = [p.grad for p in _weights(optimizer) if p.grad is not None]
+        gradients = [p.grad for p in weights_of(optimizer) if p.grad is not None]
         self.sparse |= any(gradient.is_sparse for gradient in gradients)
         if gradients:
             before = self._gradients.get(at)
@@ -159,7 +166,7 @@ class LoopObserver:
         return self._kinds[optimizer]
 
     def _kind(self, optimizer: torch.optim.Optimizer) -> OptimizerKind:
-        weights = _weights(optimizer)
+        weights = weights_of(optimizer)
         ours = {id(weight) for one in self.trained() for weight in one.model.parameters()}
         if optimizer in self.optimizers or id(next(iter(weights), None)) in ours:
             return "known"
@@ -168,7 +175,7 @@ class LoopObserver:
         if optimizer in RETIRED:
             return "retired"
         shapes = [weight.shape for weight in weights]
-        alike = any([weight.shape for weight in _weights(one)] == shapes for one in self.optimizers)
+        alike = any(shapes == [p.shape for p in weights_of(one)] for one in self.optimizers)
         return "similar" if alike else "other"
 
     def period(self) -> int:
@@ -191,7 +198,7 @@ class LoopObserver:
     def _is_new(self, optimizer: torch.optim.Optimizer) -> bool:
         held = self._held()
         called = {id(weight) for module in self._met for weight in module.parameters()}
-        return any(id(p) in called and id(p) not in held for p in _weights(optimizer))
+        return any(id(p) in called and id(p) not in held for p in weights_of(optimizer))
 
     def trained(self) -> list[TrainedModel]:
         """The models whose parameters an optimizer holds, the largest first."""
@@ -209,7 +216,7 @@ class LoopObserver:
         return any(id(weight) in held for one in evaluating for weight in one.parameters())
 
     def _held(self) -> set[int]:
-        return {id(weight) for optimizer in self.optimizers for weight in _weights(optimizer)}
+        return {id(weight) for optimizer in self.optimizers for weight in weights_of(optimizer)}
 
     @functools.cached_property
     def wrappers(self) -> Wrappers:
@@ -224,7 +231,8 @@ class LoopObserver:
         vars(self).pop("wrappers", None)
 
 
-def _weights(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+def weights_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    """The weights in all parameter groups of an optimizer."""
     return [weight for group in optimizer.param_groups for weight in group["params"]]
 
 

@@ -21,7 +21,7 @@ from advisor.tuners.act import compiled, hooks, layouts, ranks
 from advisor.tuners.act.applied import AppliedConfig
 from advisor.tuners.act.artifacts import restore_keys, use_stable_keys
 from advisor.tuners.act.gate import Gate
-from advisor.tuners.act.pilot.loop_observer import TrainedModel
+from advisor.tuners.act.pilot.loop_observer import TrainedModel, weights_of
 from advisor.tuners.act.pilot.wrappers import Shards, Wrappers
 from advisor.tuners.act.process_flags import PROCESS_FLAGS
 from advisor.tuners.act.replays import Replays
@@ -268,9 +268,9 @@ class ConfigSwitch:
             with contextlib.suppress(RuntimeError):  # a view keeps its graph
                 if output is not None:
                     output.detach_()
-        groups = (group for optimizer in self.optimizers for group in optimizer.param_groups)
-        for weight in (one for group in groups for one in group["params"] if one.requires_grad):
-            weight.grad = torch.zeros_like(weight)
+        for weight in itertools.chain(*map(weights_of, self.optimizers)):
+            if weight.requires_grad:
+                weight.grad = torch.zeros_like(weight)
 
     def begin_step(self, *, freed: bool = False) -> None:
         """Begin a step; `freed`: whether the script frees the last step's gradients."""
@@ -468,12 +468,11 @@ def _kernels(group: Mapping[str, Any]) -> dict[str, Any]:
 def _takes_fused(optimizer: torch.optim.Optimizer) -> bool:
     """Whether fused kernels can make an optimizer's steps; see torch.optim.Adam."""
     devices = _get_fused_kernels_supported_devices()
-    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
     return all(
         torch.is_floating_point(weight)
         and weight.device.type in devices
         and (weight.grad is None or not weight.grad.is_sparse)
-        for weight in weights
+        for weight in weights_of(optimizer)
     )
 
 

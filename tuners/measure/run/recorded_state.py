@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import sys
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from advisor.tuners.act.pilot.loop_observer import numpy_state, weights_of
 from advisor.tuners.act.pilot.wrappers import local
 from advisor.tuners.decisions import UPDATE_OFF
 from advisor.tuners.measure.samples import worst_update
@@ -49,10 +49,10 @@ def detect_changes(modules: Sequence[nn.Module]) -> Callable[[], str]:
         for name, value in vars(module).items()
         if value is not module._buffers
     ]
-    numpy = _numpy()
+    numpy = numpy_state()
 
     def changed() -> str:
-        if numpy != _numpy():
+        if numpy != numpy_state():
             return "numpy's random numbers"
         for name, held, marks in before:
             if marks != [_mark(one) for one in (held[0], *_within(held[0]))]:
@@ -81,11 +81,6 @@ def _mark(value: object) -> object:
     if isinstance(value, torch.Generator):
         return id(value), value.get_state().numpy().tobytes()
     return id(value)
-
-
-def _numpy() -> object:
-    numpy = sys.modules.get("numpy")
-    return numpy and repr(numpy.random.get_state(legacy=False))
 
 
 def has_hooks(modules: Sequence[nn.Module]) -> bool:
@@ -142,9 +137,7 @@ class RecordedUpdates:
         for optimizer, groups in self._updates:
             kinds = (c for c in type(optimizer).__mro__ if c.__module__.startswith("torch.optim."))
             base = next(kinds)
-            now = {
-                id(one): local(one).detach() for g in optimizer.param_groups for one in g["params"]
-            }
+            now = {id(one): local(one).detach() for one in weights_of(optimizer)}
             kept = [one for _, parameters in groups for one in parameters]
             (error, name), (bare, _) = (
                 worst_update(

@@ -17,6 +17,7 @@ from torch.optim.swa_utils import SWALR
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from advisor.tuners.act.hooks import STEP_HOOKS, Patch
+from advisor.tuners.act.pilot.loop_observer import weights_of
 from advisor.tuners.act.pilot.switch import ConfigSwitch
 from advisor.tuners.decisions import UPDATE_OFF
 from advisor.tuners.knobs import FORMATS
@@ -32,7 +33,7 @@ class ScriptChecks:
     def __init__(self, switch: ConfigSwitch, names: Mapping[int, str], room: int | None) -> None:
         self._optimizers = optimizers = switch.optimizers
         self._names, self._room = names, room
-        dtypes = {w.dtype for one in optimizers for g in one.param_groups for w in g["params"]}
+        dtypes = {weight.dtype for one in optimizers for weight in weights_of(one)}
         self._half = dtypes.intersection(_HALF)  # the script's own choice
         # And no GradScaler has scaled the loss:
         self.unscaled = switch.own.get(FORMATS[0]) == "fp16"
@@ -143,8 +144,7 @@ class ScriptChecks:
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         clipped = set(map(id, parameters))
         for one in self._optimizers if self._scaled_now else ():
-            own = {id(weight) for group in one.param_groups for weight in group["params"]}
-            if id(one) not in self._cared_for and own & clipped:
+            if id(one) not in self._cared_for and clipped.intersection(map(id, weights_of(one))):
                 self._took["clip_grad_norm_ clips"] = ""
         return plain(parameters, *more, **given)
 
@@ -198,5 +198,4 @@ def _same_groups(one: torch.optim.Optimizer, other: torch.optim.Optimizer) -> bo
 
 
 def _same_weights(one: torch.optim.Optimizer, other: torch.optim.Optimizer) -> bool:
-    ours, theirs = ({id(p) for g in o.param_groups for p in g["params"]} for o in (one, other))
-    return not ours.isdisjoint(theirs)
+    return not {*map(id, weights_of(one))}.isdisjoint(map(id, weights_of(other)))
