@@ -239,10 +239,9 @@ class _WithoutUpdates(contextlib.AbstractContextManager[None]):
         self._own = list[tuple[list[dict[str, Any]], list[dict[str, Any]]]]()
 
     def __enter__(self) -> None:
-        tables = map(vars, self._modules)
         held = [
-            {n: v for n, v in table.items() if isinstance(v, Tensor) or n == "training"}
-            for table in tables
+            {n: v for n, v in vars(one).items() if isinstance(v, Tensor) or n == "training"}
+            for one in self._modules
         ]
         self._own.append(([dict(norm._buffers) for norm in self._norms], held))
         for module, training in zip(self._modules, self._training, strict=True):

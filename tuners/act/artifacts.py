@@ -85,7 +85,7 @@ class Fetch:
 
     def __init__(self, find: Callable[[], StoredArtifacts | None]) -> None:
         self._find = find
-        self._thread: threading.Thread | None = None
+        self._thread = threading.Thread(target=self._run, name="advisor: artifacts", daemon=True)
         self._found: StoredArtifacts | None = None
         self._failed = ""
         self._over = False
@@ -93,10 +93,7 @@ class Fetch:
 
     def begin(self) -> None:
         """Start the thread that looks for the artifacts."""
-        if self._thread is None:
-            self._thread = threading.Thread(
-                target=self._run, name="advisor: artifacts", daemon=True
-            )
+        if self._thread.ident is None:
             self._thread.start()
 
     def _run(self) -> None:
@@ -111,7 +108,6 @@ class Fetch:
             return
         self._over = True
         self.begin()
-        assert self._thread is not None
         self._thread.join(AWAITED_S)
         late = f"not found within {AWAITED_S:g} s" if self._thread.is_alive() else ""
         failed = late or self._failed or self._load()

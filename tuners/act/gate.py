@@ -165,7 +165,5 @@ class Gate:
 def attach(model: nn.Module, **how: Any) -> None:
     """Put a gate before each compiled call within a model that was compiled in place."""
     for module in model.modules():
-        if module._compiled_call_impl is not None:
-            module._compiled_call_impl = Gate(
-                module, module._compiled_call_impl, module._call_impl, **how
-            )
+        if (compiled := module._compiled_call_impl) is not None:
+            module._compiled_call_impl = Gate(module, compiled, module._call_impl, **how)

@@ -158,8 +158,7 @@ def _at_batch(space: Space, choices: dict[Config, Choice]) -> _ByUse:
     found: _ByUse = {}
     held = choices[space.default]
     for use in USES:
-        better = [c for c in _better(space, choices, use) if c.batch == space.batch]
-        if better:
+        if better := [c for c in _better(space, choices, use) if c.batch == space.batch]:
             best = _lightest(space, better)
             held = held if _ties(held, best) else best
         found[use, False] = held
@@ -175,8 +174,7 @@ def _free(space: Space, choices: dict[Config, Choice], fixed: _ByUse) -> _ByUse:
         at_user = fixed[use, False]
         if held.batch == space.batch or paired(at_user.rounds, held.rounds).faster:
             held = at_user
-        better = _better(space, choices, use)
-        if better:
+        if better := _better(space, choices, use):
             fastest = max(choice.samples_per_s for choice in better)
             near = [c for c in better if GAIN * c.samples_per_s >= fastest]
             smallest = min(choice.batch for choice in near)

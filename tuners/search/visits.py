@@ -95,13 +95,11 @@ class Visits(dict[Config, Visit]):
             self.ruled_out |= blamed
 
     def is_right(self, config: Config) -> bool:
-        """Whether a config has no value that is ruled out, and did not fail its comparison."""
-        return self.allowed(config) and not self.failed_comparison(config)
-
-    def failed_comparison(self, config: Config) -> bool:
-        """Whether a config is wrong, or could not be compared for another reason than time."""
+        """Whether a config has no value that is ruled out, and did not fail its comparison: being
+        UNVERIFIED is no failure."""
         compared = self.compared(config)
-        return compared is not None and not compared.ok and compared.outcome != UNVERIFIED
+        failed = compared is not None and not compared.ok and compared.outcome != UNVERIFIED
+        return self.allowed(config) and not failed
 
     def needs_comparison(self, config: Config) -> bool:
         return self._compares and _needs_comparison(config, self._space.default)

@@ -42,8 +42,8 @@ class ExchangeTimer:
         exchanges, work = ([(max(a, before_us), b) for a, b in one] for one in found)
         loads_s = min(loads_s, seconds)
         waits_s = min(covered([*exchanges, *work]) - covered(work), 1e6 * (seconds - loads_s)) / 1e6
-        means = (one / max(1, steps) for one in (seconds, waits_s, loads_s))
-        return (RankStep(**dict(zip(("step_s", "waits_s", "loads_s"), means, strict=True))),)
+        step_s, waits_s, loads_s = (one / max(1, steps) for one in (seconds, waits_s, loads_s))
+        return (RankStep(step_s=step_s, waits_s=waits_s, loads_s=loads_s),)
 
 
 def spans(events: Iterable[Any], *, of_gpu: bool) -> tuple[list[_Span], list[_Span]]:

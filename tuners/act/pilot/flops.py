@@ -55,11 +55,9 @@ class StepFlops:
         for call in calls:
             self._ends.callback(setattr, call, "act", call.act)
             call.act = partial(self._call, call.act)
-        watched: list[Any] = [(torch.autograd, "backward", self._backward)]
+        self._ends.callback(Patch(torch.autograd, "backward", self._backward).remove)
         if triton := sys.modules.get("triton.runtime.jit"):  # a launch of a kernel is no operator
-            watched.append((triton.JITFunction, "run", self._launched))
-        for owner, name, watch in watched:
-            self._ends.callback(Patch(owner, name, watch).remove)
+            self._ends.callback(Patch(triton.JITFunction, "run", self._launched).remove)
 
     def end(self, samples: int) -> Config:
         """For one of the step's `samples`: `flops`, and `convolved`, those of convolutions. And

@@ -215,20 +215,14 @@ class PilotClient:
         return self._ask("lap", result)
 
     def failed(self, exc: BaseException) -> None:
+        from advisor.tuners import faults
         from advisor.tuners.act import ranks
-        from advisor.tuners.faults import (
-            UNSTEPPED,
-            failure,
-            lost_rank,
-            may_be_config_error,
-            stopped,
-        )
 
-        why = stopped(exc)
+        why = faults.stopped(exc)
         if why == "brief":
             return
-        own = not (why or lost_rank(exc) or may_be_config_error(exc))
-        outcome, said = failure(exc)
+        own = not (why or faults.lost_rank(exc) or faults.may_be_config_error(exc))
+        outcome, said = faults.failure(exc)
         if not why:
             said = ranks.named() + said
         if why in (TRAINING_OVER, UNCLEAR):
@@ -238,10 +232,10 @@ class PilotClient:
         if self._pipe is not None:
             with contextlib.suppress(OSError):
                 told = {"outcome": outcome, "reason": said, "own": own}
-                send(self._pipe, {"failed": told | {"follows": bool(lost_rank(exc))}})
+                send(self._pipe, {"failed": told | {"follows": bool(faults.lost_rank(exc))}})
         # It may be a helper process, whose failure need not end the run. The first note stays: a
         # parent process that fails because of its child says less.
-        elif startup_failure(self._address) in (None, "", UNSTEPPED):
+        elif startup_failure(self._address) in (None, "", faults.UNSTEPPED):
             self._note(said)
 
     def script_failed(self, *_: object, **_named: object) -> None:

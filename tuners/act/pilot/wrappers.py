@@ -60,23 +60,15 @@ class Shards:
     @property
     def why_not(self) -> str:
         """Why the models are left alone; '' if they are not."""
-        parameters = [one for group in self._groups for one in group.fsdp_params]
-        found = {
-            "replicate() wraps it": any(
-                not hasattr(one.mesh_info, "shard_mesh_size") for one in self._groups
-            ),
-            "its weights lie on the host, or are split otherwise too": any(
-                getattr(one, "offload_to_cpu", False)
-                or getattr(one, "is_dtensor", False)
-                or hasattr(one._sharded_local_tensor, "fsdp_pre_all_gather")
-                for one in parameters
-            ),
-            "a weight has a hook on its gradient": any(
-                getattr(one.sharded_param, "_post_accumulate_grad_hooks", None)
-                for one in parameters
-            ),
-        }
-        return next((why for why, holds in found.items() if holds), "")
+        if not all(hasattr(group.mesh_info, "shard_mesh_size") for group in self._groups):
+            return "replicate() wraps it"
+        for one in (one for group in self._groups for one in group.fsdp_params):
+            elsewhere = getattr(one, "offload_to_cpu", False) or getattr(one, "is_dtensor", False)
+            if elsewhere or hasattr(one._sharded_local_tensor, "fsdp_pre_all_gather"):
+                return "its weights lie on the host, or are split otherwise too"
+            if getattr(one.sharded_param, "_post_accumulate_grad_hooks", None):
+                return "a weight has a hook on its gradient"
+        return ""
 
     def set(self, given: Config) -> None:
         self._given = given or self._own
@@ -101,9 +93,8 @@ class Shards:
         if another rank has not failed, or this version of torch cannot."""
         if not self._roots:
             return True
-        if not all(hasattr(one, "_reset_iter_state") for one in self._roots):
-            return False
-        if not ranks.all_failed():
+        can = all(hasattr(one, "_reset_iter_state") for one in self._roots)
+        if not (can and ranks.all_failed()):
             return False
         for root in self._roots:
             root._reset_iter_state()

@@ -469,10 +469,9 @@ class RecordedSteps:
 
     def _copies(self, *, on_host: bool = False) -> list[Tensor]:
         """Copies of all weights and buffers; on the host also if the device has little memory."""
-        found, spare = self._tensors(), self._spare()
-        needs = _COPIES * sum(local(tensor).nbytes for tensor in found)
+        parts, spare = [local(one) for one in self._tensors()], self._spare()
+        needs = _COPIES * sum(one.nbytes for one in parts)
         on_host |= spare is not None and spare <= needs
-        parts = [local(one) for one in found]
         return [_on_host(one) if on_host else one.detach().clone() for one in parts]
 
     def _keep(self, call: ModelCall, *args: Any, **kwargs: Any) -> Any:

@@ -224,11 +224,10 @@ class Run:
         """As `PilotSession.rank_steps`, of the unmodified script, whose steps take about `step_s`;
         [] if it ends meanwhile."""
         own, until = self.baseline, time.monotonic() + deadline_s
-        if self._processes < 2:
-            return []
-        with suppress(RunEnded, ConfigFailed):
-            at = self._running(own, until)
-            return at.rank_steps(steps_to_profile(step_s), own, until)
+        steps = steps_to_profile(step_s)
+        with suppress(RunEnded):
+            if self._processes > 1:
+                return self._running(own, until).rank_steps(steps, own, until)
         return []
 
     def _attempt(
@@ -266,11 +265,9 @@ class Run:
             session.forgotten.append(self.command.within(config, self.baseline))
 
     def save(self, config: Config, file: Path) -> None:
-        session = self._sessions.get(self._words(config))
+        session, own = self._sessions.get(self._words(config)), self.baseline
         if session is not None and not session.command.ended:
-            request = BlockRequest(
-                config=self.baseline, own=self.baseline, steps=1, saves=str(file)
-            )
+            request = BlockRequest(config=own, own=own, steps=1, saves=str(file))
             with suppress(RunEnded):
                 session.results(request, time.monotonic() + SAVE_TIMEOUT_S)
 
@@ -292,16 +289,14 @@ class Run:
         by_itself = ended.code and ended.outcome in ("failed", "crashed") and (ended.own or again)
         if not by_itself or made <= self._survived:
             return
-        words = self._words(self.baseline)
+        own, words = self.baseline, self._words(self.baseline)
         try:
             self._end(words)
-            session = self._running(self.baseline, until)
+            session = self._running(own, until)
             # One step more: an exception between two steps shows in the second.
             while session.made <= made and time.monotonic() < until:
                 steps = max(1, min(made + 1 - session.made, 16))
-                session.block(
-                    BlockRequest(config=self.baseline, own=self.baseline, steps=steps), until
-                )
+                session.block(BlockRequest(config=own, own=own, steps=steps), until)
             self._survived = max(self._survived, session.made)
         except ConfigFailed:
             return

@@ -117,8 +117,7 @@ class Bench:
                 self._subject.draws = rng.has_advanced()
                 made = References(self._subject, fp32, tolerance=self._task.tolerance)
                 self._references = {fp32: made}
-            references = self._references[fp32]
-            found = references.compare(code, left_s=lambda: over - time.monotonic())
+            found = self._references[fp32].compare(code, left_s=lambda: over - time.monotonic())
             if found.outcome == "out_of_memory":
                 raise ConfigFailed(found.outcome, found.reason)
             return found

@@ -153,15 +153,12 @@ class Worker(contextlib.AbstractContextManager["Worker"]):
 
     def _ready(self, config: Config) -> None:
         """Make sure of a process that fits a config, with the data loaded."""
-        picking, needs_fresh_process = config.only(*ALGORITHM_KEYS), config.only(*FRESH_PROCESS)
-        if (
-            self._picked.get(picking, needs_fresh_process) != needs_fresh_process
-            or not self._runs()
-        ):
+        key, picks = config.only(*ALGORITHM_KEYS), config.only(*FRESH_PROCESS)
+        if self._picked.get(key, picks) != picks or not self._runs():
             self._start()
             if self._data_s:
                 self.describe_data(self._data_s)
-        self._picked.setdefault(picking, needs_fresh_process)
+        self._picked.setdefault(key, picks)
 
     def _start(self) -> None:
         """Start a worker with the target loaded; raises as `describe`."""
