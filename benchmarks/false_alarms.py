@@ -24,7 +24,7 @@ from advisor.cache.config import Config
 from advisor.tuners.act.advice import Advice
 from advisor.tuners.act.process_flags import PROCESS_FLAGS
 from advisor.tuners.decisions import POINTS
-from advisor.tuners.measure.compare import References, plain_of
+from advisor.tuners.measure.compare import References
 from advisor.tuners.measure.run.recorded_state import RecordedUpdates
 from advisor.tuners.measure.samples import Overflow, Sample, perturb, sampled
 
@@ -226,9 +226,7 @@ def cases(step: Step) -> Iterator[tuple[Config, str, str]]:
 def compare(step: Step, references: References, config: Config, seconds: float) -> dict[str, Any]:
     """Compares a config with fp32. Returns the outcome, the seconds and the number of passes."""
     ends, before, began = time.monotonic() + seconds, step.passes, time.perf_counter()
-    compared = references.compare(
-        config, plain_of(config, FP32), left_s=lambda: ends - time.monotonic()
-    )
+    compared = references.compare(config, left_s=lambda: ends - time.monotonic())
     took_s = time.perf_counter() - began
     return {
         "outcome": compared.outcome,

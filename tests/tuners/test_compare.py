@@ -306,6 +306,27 @@ def test_noise_passes_and_a_fault_is_found(subject: Any, fault: str, outcome: st
         assert result.outcome == outcome, result
 
 
+class Spiking(Noisy):
+    """Where the loss is steep, bf16 makes the gradient 15% longer; rounding fp32's weights to bf16
+    makes it `shorter`."""
+
+    draws = False
+
+    def sample(self, config: Config, point: int, seed: int) -> Sample:
+        gradients = dict(self._means)
+        if config["precision"] == "bf16":
+            gradients["steady"] = 1.15 * gradients["steady"]
+        elif point >= 2 * POINTS:
+            gradients["steady"] = (1 - float(self.fault)) * gradients["steady"]
+        return Sample(outputs={"output 0": torch.ones(8)}, gradients=gradients, loss=1.0)
+
+
+@pytest.mark.parametrize(("shorter", "outcome"), [("0", "wrong"), ("0.1", "ok")])
+def test_a_format_may_do_what_rounding_the_weights_does(shorter: str, outcome: str) -> None:
+    references = References(Spiking(shorter), FP32, tolerance=0.02)
+    assert references.compare(BF16, left_s=lambda: 1e9).outcome == outcome
+
+
 @pytest.mark.parametrize("kind", ["mlp", "convnet"])
 def test_references_are_computed_once_and_the_fault_is_attributed(kind: str) -> None:
     step = Step(kind, "scale")

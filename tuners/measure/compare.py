@@ -134,7 +134,7 @@ class References:
                 beyond = self._lasting(beyond, config, plain)
                 found = [one for one in found if one.part <= 1 or one in beyond]
             if beyond and config == plain and self._coarse is None:
-                # Rounding the weights may shrink fp32's own gradient as much.
+                # Rounding the weights may change fp32's own gradient as much.
                 self._coarse = reference.draw(reference.fp32, 2 * limits.POINTS)
                 continue
             # New draws must show the same fault.
@@ -211,8 +211,8 @@ class References:
         whole = signal[gradients].sum()
         moved = (drawn.projections - than.projections)[:, points, gradients] / whole
         off, error = map(float, _mean(moved.sum(2)))
-        taken = max(0.0, float(lost[gradients].sum() / whole)) if off < 0 else 0.0
-        limit = limits.FAULT / 2 + limits.ROUNDINGS * taken
+        rounded = abs(float(lost[gradients].sum() / whole))
+        limit = limits.FAULT / 2 + limits.ROUNDINGS * rounded
         name = "the slope of all gradients"
         most = reference.outputs + int(moved.mean(0).sum(0).abs().argmax())
         beside = f", most of it in {reference.label(most)}" if abs(off) > limit else ""
