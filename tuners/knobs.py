@@ -639,8 +639,9 @@ COMPILED: tuple[dict[str, Value], ...] = (
     {"compile": "default", "dynamic_shapes": True},
     {"compile": "reduce-overhead"},
     {"compile": "default"},
+    {"compile": BLOCKS},
 )
-"""How the recipe is compiled: the first of these that runs."""
+"""How the recipe is compiled: the first of these that is offered and runs."""
 SAVED: tuple[dict[str, Value], ...] = (
     {CHECKPOINT: 0, OFFLOAD: False},
     {CHECKPOINT: 4, OFFLOAD: False},

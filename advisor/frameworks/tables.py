@@ -62,6 +62,7 @@ def _compile(of_mode: Callable[[str, str], Added], *, avoids: bool = True) -> Kn
         version = setup.environment.software.torch
         faults = avoiding(version) if avoids and value != "cudagraphs" else {}
         flags = [f"torch._inductor.config.{name} = {it}" for name, it in faults.items()]
+        flags += ["torch._dynamo.config.optimize_ddp = False"] * (setup.task.processes > 1)
         return {**of_mode("backend" if value == "cudagraphs" else "mode", value), "flags": flags}
 
     return row

@@ -142,6 +142,7 @@ SUM, TWO = "2 batches of 32 make one of 64", "4 batches of 8 in each of 2 proces
         ("lightning", SGD, COMPILED, '#     model.compile(mode="reduce-overhead")\n'),
         # The compiler of the torch that was measured is wrong without this line.
         ("lightning", SGD, COMPILED, INDUCTOR),
+        ("hf", run_task("", 2), COMPILED, "torch._dynamo.config.optimize_ddp = False\n"),
         # TF32 stays off, even if the framework switches it on.
         ("hf", SGD, PLAIN, '    "tf32": False,\n'),
         ("hf", SGD, PLAIN, TF32_OFF),

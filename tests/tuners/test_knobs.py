@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from advisor.cache.config import BATCH, Config, Value
@@ -254,6 +255,25 @@ def test_known_miscompilation_is_avoided(version: str, monkeypatch: pytest.Monke
         expected["triton.mix_order_reduction"] = False
     assert static == {"options": mode | expected}
     assert dynamic == {"options": expected, "dynamic": True}
+
+
+def test_a_model_is_compiled_whole_under_ddp(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Split into DDP's buckets, it has wrong gradients with CUDA graphs."""
+    graphs, compile_ = list[torch.fx.GraphModule](), torch.compile
+
+    def backend(graph: torch.fx.GraphModule, _inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", lambda call, **_: compile_(call, backend=backend))
+    model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(3)))  # a bucket each
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        BY_NAME["compile"].model(model, "default")
+        nn.parallel.DistributedDataParallel(model, bucket_cap_mb=1)(torch.ones(2, 512))
+    finally:
+        dist.destroy_process_group()
+    assert len(graphs) == 1
 
 
 NEEDS_OPTION = pytest.mark.skipif(torch.__version__ < (2, 10), reason="has no such option")

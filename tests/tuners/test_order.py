@@ -40,6 +40,7 @@ WITHOUT_BF16 = space("cpu", cpu_bf16=False, cores=2, threads=2)
 WORKLOAD = space(use="capture", batches=(64, 128, 256))
 KEPT = ("fused_optimizer",)
 VOLUMES = space(dimensions=5)
+SHARDED = space(convolves=False, repeats=True, sharded=True)
 WITH_LOADER = space(workers=8, own=Config(num_workers=2))
 
 
@@ -47,6 +48,7 @@ WITH_LOADER = space(workers=8, own=Config(num_workers=2))
     ("knobs", "first"),
     [
         (ON_A_GPU, [EAGER_BF16, GRAPHS_BF16, f"{GRAPHS} fused_optimizer bf16", "cudagraphs"]),
+        (SHARDED, ["bf16", "blocks bf16", "blocks fused_optimizer bf16"]),
         (CONVOLVING_ON_A_CPU, [EAGER_BF16, "channels_last", "bf16", "threads=1"]),
         (WITHOUT_BF16, ["channels_last", "threads=1", FUSED_CHANNELS_LAST, COMPILED]),
         (
@@ -57,7 +59,7 @@ WITH_LOADER = space(workers=8, own=Config(num_workers=2))
             ],
         ),
     ],
-    ids=["GPU", "CPU, convolving", "CPU without bf16", "workload"],
+    ids=["GPU", "FSDP2", "CPU, convolving", "CPU without bf16", "workload"],
 )
 def test_largest_gain_per_time_comes_first(knobs: Space, first: list[str]) -> None:
     assert visits(MadeUp(knobs.default), knobs)[: len(first)] == first

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from advisor.cache.config import Config, Value
 from advisor.cache.record import CAPTURE
 from advisor.tuners import knobs
+from advisor.tuners.compiling import BLOCKS
 from advisor.tuners.decisions import CLEARLY, FAST_STEP_S, GAIN, HOPELESS, PAIRS, RESOLVABLE, TURN_S
 from advisor.tuners.search.space import Space
 from advisor.tuners.search.visit import Visit
@@ -38,8 +39,9 @@ class Recipe:
         self._saving = knobs.OFFLOAD in space.choices  # the unmodified script does not fit
         self._ways_to_save = knobs.SAVED if self._saving else ({},)
         modes = space.choices.get(knobs.COMPILE, ())
-        # On a GPU, if compiling is permitted.
-        self._compiles_early = self._saving or any(one in knobs.GRAPHED_MODES for one in modes)
+        # On a GPU, or for the blocks of FSDP2, if compiling is permitted.
+        gains = modes[1:] == (BLOCKS,) or any(one in knobs.GRAPHED_MODES for one in modes)
+        self._compiles_early = self._saving or gains
 
     def __iter__(self) -> Iterator[Proposal]:
         yield from self._loader(STARVED)
@@ -222,7 +224,7 @@ class Recipe:
         yield config
         visit = self._visits.get(config)
         if visit is not None and visit.outcome == "out_of_memory":
-            yield self._on(config, knobs.COMPILED[-1])
+            yield self._on(config, {"compile": "default"})
 
     def _loader(self, least: float = 0.0) -> Iterator[Proposal]:
         """Propose more workers while the leader waits for data for `least` of its time or more;
