@@ -99,14 +99,17 @@ class ScriptPatch:
         models = {one for call in calls for one in places.variables(call.func)}
         models = models if models == places.trained() else set()  # a teacher has no optimizer
         through = own and bool(settings or setup.model)
-        placed = through and len(calls) == len(models) == 1 and self._call_through(calls[0])
-        top = self._block(setup, [*filter(self._is_unset, setup.flags)], called=placed)
         ends = (any(isinstance(n, _ENDS) for n in ast.walk(one)) for one in places.tree.body)
         head = itertools.takewhile(lambda one: not next(ends), places.tree.body)
-        imports = [one for one in head if isinstance(one, ast.Import | ast.ImportFrom)]
-        if top and not (imports and self._add_lines(imports[-1], ["", *top])):
-            self.left.append("\n".join(["flags: add at the top of the script", *top]))
-        if through and not placed:
+        imports = [one for one in head if isinstance(one, ast.Import | ast.ImportFrom)][-1:]
+        here = bool(imports) and self._is_alone(imports[0])
+        called = through and len(calls) == len(models) == 1
+        called = called and (not here or self._call_through(calls[0]))
+        top = self._block(setup, [*filter(self._is_unset, setup.flags)], called=called)
+        if top and not (here and self._add_lines(imports[0], ["", *top])):
+            more = ", and train through advised_call(model, inputs)" * called
+            self.left.append("\n".join([f"flags: add at the top of the script{more}", *top]))
+        if through and not called:
             code = "\n".join(self._block(setup, [], called=True))
             why = f"forward: which call trains the model is not certain{_lines(calls)}"
             self.left.append(f"{why}; train through advised_call(model, inputs), with\n{code}")
@@ -182,15 +185,24 @@ class ScriptPatch:
 
     def _add_lines(self, place: ast.AST, lines: list[str]) -> bool:
         """Add lines after a statement; False if its line has other code."""
-        assert isinstance(place, ast.stmt)
-        start, end = self._span(place)
-        indent = self._text[self._starts[place.lineno - 1] : start]
-        rest = self._text[end:].partition("\n")[0].rstrip("\r")
-        if indent.strip() or rest.partition("#")[0].strip():
+        if not self._is_alone(place):
             return False
+        indent, end, rest = self._around(place)
         written = (self._newline + (indent + one if one else "") for one in lines)
         self._edits.append((end + len(rest), end + len(rest), "".join(written)))
         return True
+
+    def _is_alone(self, place: ast.AST) -> bool:
+        """Whether a statement's lines have no other code."""
+        indent, _end, rest = self._around(place)
+        return not (indent.strip() or rest.partition("#")[0].strip())
+
+    def _around(self, place: ast.AST) -> tuple[str, int, str]:
+        """What is before a statement in its line; where it ends; what is behind it."""
+        assert isinstance(place, ast.stmt)
+        start, end = self._span(place)
+        indent = self._text[self._starts[place.lineno - 1] : start]
+        return indent, end, self._text[end:].partition("\n")[0].rstrip("\r")
 
     def _span(self, node: ast.stmt | ast.expr | ast.keyword) -> tuple[int, int]:
         """Where a node begins and ends in the text. The tree counts bytes of UTF-8."""

@@ -134,6 +134,7 @@ def left_behind() -> list[str]:
     from torch.nn.modules import module
     from torch.optim import optimizer
 
+    gc.collect()  # what earlier tests left, which hooks weakly
     tables = {
         "forward pre-hooks": module._global_forward_pre_hooks,
         "forward hooks": module._global_forward_hooks,

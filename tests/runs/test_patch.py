@@ -279,7 +279,7 @@ def test_each_edit_has_its_place(source: str, lines: list[str]) -> None:
         ("torch.optim.SGD", "mine.SGD", "optimizer sgd: where it is made is not certain; its"),
         ("x =", "torch.backends.cudnn.allow_tf32 = False\nx =", "flags: the script has torch.ba.*"),
         ("x =", "torch.backends.cudnn.allow_tf32 = True\nx =", ""),
-        ("import torch", "pass", "flags: add at the top of the script\n# advisor"),
+        ("import torch", "pass", "flags: add at the top of the script, and train through adv"),
     ],
 )
 def test_an_edit_without_one_place_is_left(old: str, new: str, left: str) -> None:
@@ -376,6 +376,11 @@ def test_frameworks_get_their_own_settings() -> None:
     Path("train.py").write_text(HF.format("HfArgumentParser", "TrainingArguments"))
     made = ScriptPatch(recorded({"precision": "bf16", "num_workers": 4}), Path("train.py"))
     assert made.arguments == ["--dataloader_num_workers=4", "--bf16=True", "--tf32=True"]
+
+
+def test_a_call_of_a_function_that_has_no_place_is_left() -> None:
+    text, left = patched("import json; import torch" + BARE.replace("import torch\n", ""), PLAIN)
+    assert "advised_call" not in text and "def advised_call" in "".join(left)
 
 
 @pytest.mark.parametrize("around", ["try", "async def main()"])

@@ -9,6 +9,7 @@ import json
 import os
 import pickle
 import shutil
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from advisor.tuners.act.pilot.checkpoints import Redirection
+from advisor.tuners.act.pilot.checkpoints import Redirection, remove_empty
 
 ONE, TWO = {"step": torch.ones(1)}, {"step": torch.full((1,), 2.0)}
 
@@ -142,6 +143,15 @@ def test_a_folder_of_the_users_can_be_cleaned_and_stays(out: Path) -> None:
         torch.save(TWO, "checkpoint-1/model.pt")
         assert (saved_step("checkpoint-1/model.pt"), on_disk(out)) == (2.0, BEFORE)
     assert saved_step("old/model.pt") == 2.0
+
+
+def test_only_folders_that_the_script_has_made_and_left_empty_are_removed(out: Path) -> None:
+    subprocess.run(["mkdir", "mine"], check=True)
+    os.makedirs("new/epoch_1/best")
+    torch.save(TWO, "new/epoch_1/best/model.pt")
+    Path("new/loss.txt").touch()
+    remove_empty(out.parent / "command" / "checkpoints")
+    assert Path("mine").exists() and os.listdir("new") == ["loss.txt"]
 
 
 def test_other_files_are_not_redirected(out: Path) -> None:

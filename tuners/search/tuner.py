@@ -140,7 +140,7 @@ class Tuner:
                 self._sample(batch)
             return self._race(leaders) if (leaders := self._visits.leaders()) else {}
         except (WorkerError, TargetFailed) as exc:
-            if len(self._visits) == 1:  # only the baseline was measured
+            if sum(visit.ok for visit in self._visits.values()) == 1:  # the baseline
                 raise
             self._progress.notice(f"the search ends here: {exc}")
             self._complete = False

@@ -31,6 +31,7 @@ _SURE = (".pt", ".pth", ".ckpt", ".safetensors")
 SUFFIXES = (*_SURE, ".bin", ".tar", ".distcp", ".metadata")
 # How a file of `torch.save` begins: a zip archive, and before torch 1.6 a pickle.
 _SAVED = (b"PK\3\4", b"\x80\x02\x8a\nl\xfc\x9cF\xf9")
+MADE = "made"  # lists the user's folders that the script has made, each followed by a 0 byte
 Act = Callable[..., Any]  # replaces a function, which is its first argument
 
 
@@ -252,7 +253,12 @@ class Redirection:
         """Make a folder, unless the script has removed or renamed it and it stayed."""
         if self._gone and (real := os.path.realpath(path)) in self._gone:
             return self._gone.discard(real)
-        return plain(path, *args, **kwargs)
+        plain(path, *args, **kwargs)
+        if kwargs.get("dir_fd") is None and self._scratch(path) is not None:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            with (self._folder / MADE).open("ab") as file:
+                file.write(os.fsencode(os.path.realpath(path)) + b"\0")
+        return None
 
     def _looks(self, plain: Any, path: Any, *args: Any, **kwargs: Any) -> Any:
         there = self._checkpoint(path) if kwargs.get("dir_fd") is None else path
@@ -290,6 +296,14 @@ class Redirection:
         if to is not None:
             to.parent.mkdir(parents=True, exist_ok=True)
         return plain(files, to or Path(self._to_read(path)), mode)
+
+
+def remove_empty(folder: Path) -> None:
+    """Remove what a script has made for its checkpoints, and left empty: they are in `folder`."""
+    with contextlib.suppress(OSError):
+        for made in reversed((folder / MADE).read_bytes().split(b"\0")):
+            with contextlib.suppress(OSError):  # it is not empty
+                Path(os.fsdecode(made)).rmdir()
 
 
 def _is_saved(file: Path) -> bool:

@@ -222,12 +222,12 @@ class Run:
 
     def rank_steps(self, step_s: float, *, deadline_s: float) -> list[RankStep]:
         """As `PilotSession.rank_steps`, of the unmodified script, whose steps take about `step_s`;
-        [] if it ends meanwhile."""
+        [] if it does not run any more, or ends meanwhile."""
         own, until = self.baseline, time.monotonic() + deadline_s
-        steps = steps_to_profile(step_s)
+        session = self._sessions.get(self._words(own))
         with suppress(RunEnded):
-            if self._processes > 1:
-                return self._running(own, until).rank_steps(steps, own, until)
+            if session is not None and self._processes > 1:
+                return session.rank_steps(steps_to_profile(step_s), own, until)
         return []
 
     def _attempt(
@@ -236,6 +236,7 @@ class Run:
         """Call `act` with the running command, and again if it ends; may raise RunEnded."""
         until = time.monotonic() + deadline_s
         last: RunEnded | None = None
+        runs = self._words(config) in self._sessions
         for _ in range(STARTS):
             try:
                 return act(self._running(config, until), until)
@@ -247,7 +248,7 @@ class Run:
                     if last is not None and config == self.baseline:
                         break
                     again = "the budget was over before it had started again"
-                    raise ConfigFailed(exc.outcome, again if last else str(exc)) from exc
+                    raise ConfigFailed(exc.outcome, str(exc) if runs else again) from exc
                 self._check_unmodified(exc, made, until)
                 if exc.outcome == "out_of_memory" and self._sessions:
                     self.stop()  # try again with all of the memory
@@ -256,7 +257,7 @@ class Run:
                 elif exc.code and config != self.baseline:
                     raise ConfigFailed(exc.outcome, str(exc)) from exc
                 # Else the command was done, or was killed unmodified: start it again.
-                last = exc
+                last, runs = exc, False
         assert last is not None
         raise last
 

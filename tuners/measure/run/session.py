@@ -7,6 +7,7 @@ import dataclasses
 import math
 import os
 import secrets
+import signal
 import socket
 import statistics
 import threading
@@ -22,8 +23,10 @@ from advisor.cache.codec import from_plain, to_plain
 from advisor.cache.config import Config
 from advisor.errors import RecordDamaged, UsageError
 from advisor.tuners import host
+from advisor.tuners.act.pilot.checkpoints import remove_empty
 from advisor.tuners.act.pilot.protocol import (
     ADDRESS,
+    CHECKPOINTS,
     RUN,
     SECRET,
     TRAINING_OVER,
@@ -144,6 +147,7 @@ class CommandProcess(GuardedProcess):
         super().end()
         with contextlib.suppress(OSError):
             self.listener.close()
+        remove_empty(self._folder.path / CHECKPOINTS)
         self._folder.remove()
 
 
@@ -389,7 +393,8 @@ class PilotSession:
         if self._pipes:
             named = several and (gone or self.command.first_failed)
             said = f"{last}; the command {ended}" if named else f"the command {ended}{printed}"
-            return RunEnded("crashed", said, code, own=code > 0)
+            # Not every signal: a config may cause a segmentation fault.
+            return RunEnded("crashed", said, code, own=code > 0 or code == -signal.SIGKILL)
         mend = FIX_HINT if code else "give a command that trains for longer"
         said = "" if note and code > 0 else printed  # a killed rank leaves no note
         never = self._why_no_steps(f"the command {ended}{said}", mend)

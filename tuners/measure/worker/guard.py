@@ -29,7 +29,7 @@ WORDS = 4000  # bytes of the end of the output that are reported
 WATCH_S = 0.1  # seconds between two checks of the worker and the memory in use
 FAMILY_S = 1.0  # seconds between two searches for descendants: each reads all of /proc
 COMPILERS = ("g++", "gcc", "c++", "cc", "clang++", "clang")
-COMPILERS_S = 0.2  # seconds to remove half-written files, which torch.compile would load later
+COMPILERS_S = 1.0  # seconds to remove half-written files, which torch.compile would load later
 STEP_LAUNCHERS = ("srun",)  # their tasks are no descendants; told to end, they end these first
 STEP_LAUNCHERS_S = 10.0  # seconds for that, at most; on an idle node it takes one or two
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
@@ -118,10 +118,12 @@ class Guard:
 
     def _end(self) -> None:
         """End all descendants; repeat until none are left, as they may fork meanwhile."""
-        self._warn(self._named(COMPILERS), COMPILERS_S)
-        if launchers := self._named(STEP_LAUNCHERS):
-            for process in {*host.family(os.getpid())[1:]} - {*launchers}:
-                _kill(process, signal.SIGKILL)  # or a script would start its next launcher
+        compilers, launchers = map(self._named, (COMPILERS, STEP_LAUNCHERS))
+        if compilers or launchers:
+            # All others first: a script would start its next launcher, and a linker writes on.
+            for process in {*host.family(os.getpid())[1:]} - {*compilers, *launchers}:
+                _kill(process, signal.SIGKILL)
+            self._warn(compilers, COMPILERS_S)
             self._warn(launchers, STEP_LAUNCHERS_S)
         _kill(-self._worker, signal.SIGKILL)
         while True:
