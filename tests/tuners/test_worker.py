@@ -211,11 +211,10 @@ if os.fork() == 0:  # a daemon: another session, no parent
 subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"], start_new_session=True)
 tempfile.mkstemp(prefix="cc", suffix=".s")  # like a killed compiler
 compiler = os.path.join(os.path.dirname(__file__), "g++")
-with open(compiler, "w") as file:  # and one that removes what its linker writes
-    file.write("#!/bin/sh\\ntrap 'rm $0.so; exit' TERM\\nexport O=$0.so\\n")
-    file.write("sh -c 'while :; do : > $O; done' & wait\\n")
+with open(compiler, "w") as file:
+    file.write("#!/bin/sh\\nsh -c 'while :; do : > g++.so; done' & wait\\n")
 os.chmod(compiler, 0o755)
-subprocess.Popen([compiler])
+subprocess.Popen([compiler, "-o", "g++.so"], cwd=os.path.dirname(__file__))
 
 class Net(nn.Linear):
     def __init__(self):

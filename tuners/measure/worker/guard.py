@@ -29,7 +29,6 @@ WORDS = 4000  # bytes of the end of the output that are reported
 WATCH_S = 0.1  # seconds between two checks of the worker and the memory in use
 FAMILY_S = 1.0  # seconds between two searches for descendants: each reads all of /proc
 COMPILERS = ("g++", "gcc", "c++", "cc", "clang++", "clang")
-COMPILERS_S = 1.0  # seconds to remove half-written files, which torch.compile would load later
 STEP_LAUNCHERS = ("srun",)  # their tasks are no descendants; told to end, they end these first
 STEP_LAUNCHERS_S = 10.0  # seconds for that, at most; on an idle node it takes one or two
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
@@ -118,22 +117,24 @@ class Guard:
 
     def _end(self) -> None:
         """End all descendants; repeat until none are left, as they may fork meanwhile."""
-        compilers, launchers = map(self._named, (COMPILERS, STEP_LAUNCHERS))
-        if compilers or launchers:
-            # All others first: a script would start its next launcher, and a linker writes on.
-            for process in {*host.family(os.getpid())[1:]} - {*compilers, *launchers}:
-                _kill(process, signal.SIGKILL)
-            self._warn(compilers, COMPILERS_S)
+        # torch.compile would load a half-written file later.
+        written = [file for one in self._named(COMPILERS) if (file := _output(one))]
+        if launchers := self._named(STEP_LAUNCHERS):
+            for process in {*host.family(os.getpid())[1:]} - {*launchers}:
+                _kill(process, signal.SIGKILL)  # or a script would start its next launcher
             self._warn(launchers, STEP_LAUNCHERS_S)
         _kill(-self._worker, signal.SIGKILL)
         while True:
             self._reap()
             others = host.family(os.getpid())[1:]
             if not others and self._status is not None:
-                return
+                break
             for process in others:
                 _kill(process, signal.SIGKILL)
             time.sleep(0.002)
+        for file in written:
+            with contextlib.suppress(OSError):
+                file.unlink()
 
     def _named(self, names: tuple[str, ...]) -> list[int]:
         return [one for one in host.family(os.getpid())[1:] if host.name(one) in names]
@@ -162,6 +163,15 @@ class Guard:
                 with contextlib.suppress(OSError):  # the disk is full
                     self._log.write(said)
             self._words = (self._words + said)[-WORDS:]
+
+
+def _output(compiler: int) -> Path | None:
+    """The file that a running compiler writes."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        words = Path(f"/proc/{compiler}/cmdline").read_bytes().split(b"\0")
+        folder = Path(f"/proc/{compiler}/cwd").readlink()
+        return Path(folder, os.fsdecode(words[words.index(b"-o") + 1]))
+    return None
 
 
 def _kill(process: int, how: signal.Signals) -> None:
