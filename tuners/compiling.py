@@ -24,15 +24,12 @@ _OPTIONS = {"triton.mix_order_reduction": False}
 # Compiled code then draws the same random numbers as eager code. Otherwise the gradients of
 # EfficientNetV2-S, which skips blocks at random, need 1,464 draws to be known within 10%.
 _SAME_DRAWS = {"fallback_random": True}
-# torch._dynamo.config.optimize_ddp is off: it splits a model into the buckets of DDP. With CUDA
-# graphs GPT-2 then had wrong gradients on two H200s (torch 2.11), and compiling took three times
-# as long (benchmarks/results/ranks.md).
 
 
 def compile_in_place(model: torch.nn.Module, mode: str, **how: Any) -> None:
     """Compile a model in place, replacing an earlier compilation. `mode`: a mode of torch.compile,
     the backend 'cudagraphs', or BLOCKS. `how`: more arguments of torch.compile."""
-    torch._dynamo.config.optimize_ddp = False
+    _compile_whole_under_ddp()
     if mode == "cudagraphs":
         _compile(model, backend="cudagraphs")
     elif mode == BLOCKS:
@@ -87,9 +84,15 @@ def avoided() -> dict[str, bool]:
 
 def apply_workarounds() -> None:
     """Set these options for the whole process, because a framework may call torch.compile."""
-    torch._dynamo.config.optimize_ddp = False
+    _compile_whole_under_ddp()
     for name, value in (avoided() | _SAME_DRAWS).items():
         setattr(torch._inductor.config, name, value)
+
+
+def _compile_whole_under_ddp() -> None:
+    """Split no model into DDP's buckets: with CUDA graphs GPT-2's gradients were wrong (torch 2.11;
+    benchmarks/results/ranks.md), and compiling took three times as long."""
+    torch._dynamo.config.optimize_ddp = False
 
 
 def repeated(model: torch.nn.Module) -> list[torch.nn.Module]:

@@ -101,12 +101,12 @@ class ScriptPatch:
         through = own and bool(settings or setup.model)
         ends = (any(isinstance(n, _ENDS) for n in ast.walk(one)) for one in places.tree.body)
         head = itertools.takewhile(lambda one: not next(ends), places.tree.body)
-        imports = [one for one in head if isinstance(one, ast.Import | ast.ImportFrom)][-1:]
-        here = bool(imports) and self._is_alone(imports[0])
+        imports = [one for one in head if isinstance(one, ast.Import | ast.ImportFrom)]
+        here = bool(imports) and self._own_line(imports[-1]) is not None
         called = through and len(calls) == len(models) == 1
         called = called and (not here or self._call_through(calls[0]))
         top = self._block(setup, [*filter(self._is_unset, setup.flags)], called=called)
-        if top and not (here and self._add_lines(imports[0], ["", *top])):
+        if top and not (here and self._add_lines(imports[-1], ["", *top])):
             more = ", and train through advised_call(model, inputs)" * called
             self.left.append("\n".join([f"flags: add at the top of the script{more}", *top]))
         if through and not called:
@@ -185,24 +185,21 @@ class ScriptPatch:
 
     def _add_lines(self, place: ast.AST, lines: list[str]) -> bool:
         """Add lines after a statement; False if its line has other code."""
-        if not self._is_alone(place):
+        if (line := self._own_line(place)) is None:
             return False
-        indent, end, rest = self._around(place)
+        indent, end = line
         written = (self._newline + (indent + one if one else "") for one in lines)
-        self._edits.append((end + len(rest), end + len(rest), "".join(written)))
+        self._edits.append((end, end, "".join(written)))
         return True
 
-    def _is_alone(self, place: ast.AST) -> bool:
-        """Whether a statement's lines have no other code."""
-        indent, _end, rest = self._around(place)
-        return not (indent.strip() or rest.partition("#")[0].strip())
-
-    def _around(self, place: ast.AST) -> tuple[str, int, str]:
-        """What is before a statement in its line; where it ends; what is behind it."""
+    def _own_line(self, place: ast.AST) -> tuple[str, int] | None:
+        """A statement's indent, and where its last line ends; None if there is other code."""
         assert isinstance(place, ast.stmt)
         start, end = self._span(place)
         indent = self._text[self._starts[place.lineno - 1] : start]
-        return indent, end, self._text[end:].partition("\n")[0].rstrip("\r")
+        rest = self._text[end:].partition("\n")[0].rstrip("\r")
+        alone = not (indent.strip() or rest.partition("#")[0].strip())
+        return (indent, end + len(rest)) if alone else None
 
     def _span(self, node: ast.stmt | ast.expr | ast.keyword) -> tuple[int, int]:
         """Where a node begins and ends in the text. The tree counts bytes of UTF-8."""

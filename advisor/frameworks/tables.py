@@ -62,7 +62,8 @@ def _compile(of_mode: Callable[[str, str], Added], *, avoids: bool = True) -> Kn
         version = setup.environment.software.torch
         faults = avoiding(version) if avoids and value != "cudagraphs" else {}
         flags = [f"torch._inductor.config.{name} = {it}" for name, it in faults.items()]
-        flags += ["torch._dynamo.config.optimize_ddp = False"] * (setup.task.processes > 1)
+        splits = avoids and setup.task.processes > 1
+        flags += ["torch._dynamo.config.optimize_ddp = False"] * splits
         return {**of_mode("backend" if value == "cudagraphs" else "mode", value), "flags": flags}
 
     return row
@@ -213,6 +214,8 @@ def _timm_notes(setup: Setup) -> list[str]:
     version = setup.environment.software.torch
     faults = avoiding(version) if "torchcompile_mode" in setup.settings else ()
     lines = [f"compiles with {name}, known to be wrong in torch {version}" for name in faults]
+    if "torchcompile" in setup.settings and setup.task.processes > 1:
+        lines.append("compiles the model in the buckets of DistributedDataParallel")
     if not setup.config.get("cudnn_benchmark"):
         lines.append("sets cudnn.benchmark to True")
     if setup.config.get("precision") == "default":

@@ -20,7 +20,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from advisor.tuners.act.pilot.checkpoints import Redirection, remove_empty
+from advisor.tuners.act.pilot.checkpoints import MADE, Redirection, remove_empty
 
 ONE, TWO = {"step": torch.ones(1)}, {"step": torch.full((1,), 2.0)}
 
@@ -34,7 +34,8 @@ def out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         (folder / name).write_text("the user's")
         os.utime(folder / name, (1, 1))
     monkeypatch.chdir(folder)
-    redirection = Redirection(tmp_path / "command" / "checkpoints")
+    (command := tmp_path / "command").mkdir()
+    redirection = Redirection(command / "checkpoints")
     redirection.install()
     yield folder
     redirection.uninstall()
@@ -150,7 +151,7 @@ def test_only_folders_that_the_script_has_made_and_left_empty_are_removed(out: P
     os.makedirs("new/epoch_1/best")
     torch.save(TWO, "new/epoch_1/best/model.pt")
     Path("new/loss.txt").touch()
-    remove_empty(out.parent / "command" / "checkpoints")
+    remove_empty(out.parent / "command" / MADE)
     assert Path("mine").exists() and os.listdir("new") == ["loss.txt"]
 
 

@@ -40,8 +40,8 @@ class Recipe:
         self._ways_to_save = knobs.SAVED if self._saving else ({},)
         modes = space.choices.get(knobs.COMPILE, ())
         # On a GPU, or for the blocks of FSDP2, if compiling is permitted.
-        gains = modes[1:] == (BLOCKS,) or any(one in knobs.GRAPHED_MODES for one in modes)
-        self._compiles_early = self._saving or gains
+        early = modes[1:] == (BLOCKS,) or any(one in knobs.GRAPHED_MODES for one in modes)
+        self._compiles_early = self._saving or early
 
     def __iter__(self) -> Iterator[Proposal]:
         yield from self._loader(STARVED)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from advisor.tuners.act.pilot.loop_observer import weights_of
 from advisor.tuners.fingerprint import codes_in, is_library
 
 _SCALARS = (int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device)
@@ -166,7 +167,7 @@ class ObjectGraph:
         states = [state for state in value.state.values() if isinstance(state, dict)]
         self._holders += [ValueHolder(f"{label}.state", state, inside=True) for state in states]
         if not other:
-            weights = [one for group in value.param_groups for one in group["params"]]
+            weights = weights_of(value)
             self._reads += [
                 (f"{label}.state", partial(getattr, value, "state")),  # replaced on loading
                 (f"{label}.param_groups", partial(len, value.param_groups)),
@@ -259,7 +260,7 @@ class ObjectGraph:
         return ""
 
 
-def _train(weights: list[Tensor]) -> bytes:
+def _train(weights: Iterable[Tensor]) -> bytes:
     return bytes([weight.requires_grad for weight in weights])
 
 

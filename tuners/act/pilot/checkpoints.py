@@ -31,7 +31,7 @@ _SURE = (".pt", ".pth", ".ckpt", ".safetensors")
 SUFFIXES = (*_SURE, ".bin", ".tar", ".distcp", ".metadata")
 # How a file of `torch.save` begins: a zip archive, and before torch 1.6 a pickle.
 _SAVED = (b"PK\3\4", b"\x80\x02\x8a\nl\xfc\x9cF\xf9")
-MADE = "made"  # lists the user's folders that the script has made, each followed by a 0 byte
+MADE = "made"  # beside the scratch folder: the user's folders that the script has made, with 0s
 Act = Callable[..., Any]  # replaces a function, which is its first argument
 
 
@@ -255,8 +255,7 @@ class Redirection:
             return self._gone.discard(real)
         plain(path, *args, **kwargs)
         if kwargs.get("dir_fd") is None and self._scratch(path) is not None:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            with (self._folder / MADE).open("ab") as file:
+            with self._folder.with_name(MADE).open("ab") as file:
                 file.write(os.fsencode(os.path.realpath(path)) + b"\0")
         return None
 
@@ -298,10 +297,10 @@ class Redirection:
         return plain(files, to or Path(self._to_read(path)), mode)
 
 
-def remove_empty(folder: Path) -> None:
-    """Remove what a script has made for its checkpoints, and left empty: they are in `folder`."""
+def remove_empty(listed: Path) -> None:
+    """Remove the folders in a file like MADE that are empty, so that no resume finds them."""
     with contextlib.suppress(OSError):
-        for made in reversed((folder / MADE).read_bytes().split(b"\0")):
+        for made in reversed(listed.read_bytes().split(b"\0")):
             with contextlib.suppress(OSError):  # it is not empty
                 Path(os.fsdecode(made)).rmdir()
 

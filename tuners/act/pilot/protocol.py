@@ -27,7 +27,6 @@ ADDRESS, SECRET = "ADVISOR_PILOT", "ADVISOR_PILOT_KEY"
 RUN = "ADVISOR_RUN"  # the command of `advisor run`, and seconds for its tuning, as JSON
 LEAST_MEMORY = "ADVISOR_LEAST_MEMORY"  # knobs that save memory from the first step on
 MAX_MEMORY = "ADVISOR_MAX_MEMORY"  # bytes of the device that a tuned run may use
-CHECKPOINTS = "checkpoints"  # the scratch folder's name, beside the pilot's socket
 KEEP_CHECKPOINTS = "ADVISOR_KEEP_CHECKPOINTS"  # if set, checkpoints of a tuned run stay in place
 MAX_MESSAGE_BYTES = 64 * 2**20
 MAX_REQUEST_BYTES = 2**20  # of an answer to a pilot
@@ -161,7 +160,7 @@ def checkpoints() -> Path | None:
     address = os.environ.get(ADDRESS)
     if not address or os.environ.get(KEEP_CHECKPOINTS):
         return None
-    return Path(address).with_name(CHECKPOINTS)
+    return Path(address).with_name("checkpoints")
 
 
 def startup_failure(address: str) -> str | None:

@@ -23,10 +23,9 @@ from advisor.cache.codec import from_plain, to_plain
 from advisor.cache.config import Config
 from advisor.errors import RecordDamaged, UsageError
 from advisor.tuners import host
-from advisor.tuners.act.pilot.checkpoints import remove_empty
+from advisor.tuners.act.pilot.checkpoints import MADE, remove_empty
 from advisor.tuners.act.pilot.protocol import (
     ADDRESS,
-    CHECKPOINTS,
     RUN,
     SECRET,
     TRAINING_OVER,
@@ -147,7 +146,7 @@ class CommandProcess(GuardedProcess):
         super().end()
         with contextlib.suppress(OSError):
             self.listener.close()
-        remove_empty(self._folder.path / CHECKPOINTS)
+        remove_empty(self._folder.path / MADE)
         self._folder.remove()
 
 

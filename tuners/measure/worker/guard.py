@@ -122,7 +122,7 @@ class Guard:
         if launchers := self._named(STEP_LAUNCHERS):
             for process in {*host.family(os.getpid())[1:]} - {*launchers}:
                 _kill(process, signal.SIGKILL)  # or a script would start its next launcher
-            self._warn(launchers, STEP_LAUNCHERS_S)
+            self._warn(launchers)
         _kill(-self._worker, signal.SIGKILL)
         while True:
             self._reap()
@@ -139,11 +139,11 @@ class Guard:
     def _named(self, names: tuple[str, ...]) -> list[int]:
         return [one for one in host.family(os.getpid())[1:] if host.name(one) in names]
 
-    def _warn(self, processes: list[int], most_s: float) -> None:
-        """Have processes end by themselves, in `most_s` seconds at most."""
+    def _warn(self, processes: list[int]) -> None:
+        """Have step launchers end by themselves."""
         for process in processes:
             _kill(process, signal.SIGTERM)
-        until = time.monotonic() + most_s
+        until = time.monotonic() + STEP_LAUNCHERS_S
         while time.monotonic() < until and any(map(host.name, processes)):
             self._reap()
             self._drain()
