@@ -305,13 +305,13 @@ class Tuning:
         return found
 
     def _limited(self, own: Choice, clock: Clock) -> str:
-        """What limits a job of several ranks; '' for others. After the last timed step, because a
-        profiler may change later ones."""
+        """What limits a job of several ranks; '' for others. A profiler may change later steps."""
         run, step_s = self.opened.runner, own.batch / own.samples_per_s
-        if not isinstance(run, Run):
+        if not isinstance(run, Run) or (ranks := self.opened.task.processes) < 2:
             return ""
         seconds = max(clock.deadline_s, PROFILE_S + 2 * rank_shares.PROFILED_STEPS * step_s)
-        return rank_shares.line(run.rank_steps(step_s, deadline_s=seconds))
+        untold = f"what limits the {ranks} ranks: not measured; `advisor explain -- COMMAND` tells"
+        return rank_shares.line(run.rank_steps(step_s, deadline_s=seconds)) or untold
 
     def _first_guesses(self, similar: Sequence[SimilarRecord]) -> list[Config]:
         """Winners of similar records: stale ones, of other shapes or devices, of one family."""

@@ -79,8 +79,7 @@ class InTurn:
         while clock.left_s > 4 * steps * min((b.step_s for b in self.blocks[0][-2:]), default=0):
             turn = [self._block(sides, at, steps, warm, clock) for at in (0, 1, 1, 0)]
             # Use up the batches that workers made ready while the command waited.
-            ready = max(one.prefetched if one.outruns_loader else 0 for one in turn)
-            warm = max(warm, min(ready, 2 * steps))
+            warm = max(warm, min(max(one.outrun for one in turn), 2 * steps))
             a, b, b2, a2 = (math.log(one.step_s) for one in turn)
             logs.append((a - b - b2 + a2) / 2)
             self.blocks[0].extend(turn[::3])

@@ -145,12 +145,11 @@ class Loaders:
             made.taken = 0
 
     @property
-    def drained_share(self) -> float:
-        """The share of a block's batches that were ready before: more than the workers can make in
-        the block's time, at the pace of their last batches."""
+    def load(self) -> float:
+        """A block's batches over those that workers can make in its time, at their last pace."""
         took_s = time.perf_counter() - self._began
         paces = [(made.taken, made.per_s) for made in self._made.values() if made.taken]
-        return max([0.0, *(1 - took_s * pace / taken for taken, pace in paces if pace)])
+        return max([0.0, *(taken / (took_s * pace) for taken, pace in paces if pace)])
 
     @property
     def prefetched(self) -> int:

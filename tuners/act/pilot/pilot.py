@@ -376,7 +376,7 @@ class Pilot:
             peak_bytes=torch.cuda.max_memory_allocated(self._device) if cuda else 0,
             compiled=graphs_compiled() - self._graphs,
             extra_s=EXTRA_TIME.take(),
-            drained_share=self._loaders.drained_share,
+            loader_load=self._loaders.load,
             prefetched=self._loaders.prefetched,
             outcome=self._verdict[0],
             reason=self._verdict[1],

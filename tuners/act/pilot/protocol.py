@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from advisor.cache.config import Config
-from advisor.cache.domain import Amount, Bytes, Count, Seconds, Share
+from advisor.cache.domain import Amount, Bytes, Count, Seconds
 from advisor.cache.limit import Limit
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ class TimedSteps:
     extra_s: Seconds = 0.0  # of `seconds`, recomputing and copying activations to save memory
     peak_bytes: Bytes = 0  # of device memory since the switch to the config
     compiled: Count = 0  # graphs that torch.compile made within the timed steps
-    drained_share: Share = 0.0  # of batches beyond those that the loader can make in `seconds`
+    loader_load: Amount = 0.0  # batches taken, over those that workers can make in `seconds`
     prefetched: Count = 0  # batches that the loader's workers have ready or are loading
     joules: Amount = 0.0  # of the GPUs; 0 if one has no counter
     counted: Config = Config()  # noqa: RUF009 # immutable; as of `StepFlops.end`, and `epoch`

@@ -246,7 +246,7 @@ class PilotSession:
         if result := next((result for result in results if result.outcome != "ok"), None):
             raise ConfigFailed(result.outcome, result.reason)
         slowest = max(results, key=lambda result: result.seconds)
-        most = ("first_s", "waited_s", "peak_bytes", "compiled", "drained_share", "prefetched")
+        most = ("first_s", "waited_s", "peak_bytes", "compiled", "loader_load", "prefetched")
         return Block(
             steps=slowest.steps,
             samples=sum(result.samples for result in results),
