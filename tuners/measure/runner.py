@@ -23,9 +23,9 @@ class Block(TimedSteps):
     gpu_s: float = 0.0  # of `seconds`, by the device's clock; 0 if that is not known
 
     @property
-    def outrun(self) -> int:
-        """Batches to use up before steps take as long as in a long run: if they wait for workers,
-        or keep most of them at work: ResNet-50's took 29 instead of 22 ms then, on two H200s."""
+    def leftover(self) -> int:
+        """Batches to use up until steps take as long as in a long run, if they wait for workers or
+        keep most of them at work, which slows them: ResNet-50's took 29 ms, not 22, on two H200s."""
         busy = self.waited_share > GAIN - 1 or self.loader_load > 1 / 2
         return self.prefetched if busy else 0
 

@@ -79,7 +79,7 @@ class InTurn:
         while clock.left_s > 4 * steps * min((b.step_s for b in self.blocks[0][-2:]), default=0):
             turn = [self._block(sides, at, steps, warm, clock) for at in (0, 1, 1, 0)]
             # Use up the batches that workers made ready while the command waited.
-            warm = max(warm, min(max(one.outrun for one in turn), 2 * steps))
+            warm = max(warm, min(max(one.leftover for one in turn), 2 * steps))
             a, b, b2, a2 = (math.log(one.step_s) for one in turn)
             logs.append((a - b - b2 + a2) / 2)
             self.blocks[0].extend(turn[::3])
