@@ -25,7 +25,7 @@ class Block(TimedSteps):
     @property
     def leftover(self) -> int:
         """Batches to use up until steps take as long as in a long run, if they wait for workers or
-        keep most of them at work, which slows them: ResNet-50's took 29 ms, not 22, on two H200s."""
+        keep most of them at work, which slows them: ResNet-50's took 29 ms, not 22, on H200s."""
         busy = self.waited_share > GAIN - 1 or self.loader_load > 1 / 2
         return self.prefetched if busy else 0
 
