@@ -247,7 +247,7 @@ def remarks(record: Record) -> Iterator[str]:
     unmodified = (one.measurement for one in record.trials if one.config == baseline.config)
     if (waited := max((one.waited for one in unmodified), default=0.0)) >= WAITED:
         tried = set(INPUT_PIPELINE) & set(baseline.config) or not record.compares
-        mend = "" if tried else ": more workers in its DataLoader may give more than any config"
+        mend = "" if tried else ": if cores are free, more workers in its DataLoader may give more"
         yield f"Your unmodified script waits for its data {waited:.0%} of the time{mend}."
 
 

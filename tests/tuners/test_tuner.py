@@ -28,6 +28,7 @@ HALF = BASE.replace(precision="bf16", channels_last=True)
 LEADER = HALF.replace(compile="reduce-overhead")
 WRONG_CODE = {("compile", "reduce-overhead"): Compared("wrong", "a gradient is 10% off", "code")}
 UNVERIFIED_CODE = {("compile", "reduce-overhead"): Compared(UNVERIFIED, "not verified: draws")}
+RACED = {("compile", "reduce-overhead"): "crashed", ("precision", "tf32"): "crashed"}
 WRONG_FORMAT = {("precision", "bf16"): Compared("wrong", "the loss is off", "format")}
 WRONG_LAYOUT = {("channels_last", True): Compared("wrong", "a gradient is 10% off", "code")}
 WRONG_FUSED = {("fused_optimizer", True): Compared("wrong", "weights differ", "optimizer")}
@@ -231,9 +232,13 @@ def test_remarks_name_faster_configs_that_are_not_advised(
 
 
 @pytest.mark.parametrize(
-    ("changes", "least"), [({"noise": 2.0}, 1.5), ({"gains": {}}, 1.0)], ids=["noise", "slower"]
+    ("changes", "least", "most"),
+    [({"noise": 2.0}, 1.5, 9.0), ({"gains": {}}, 1.0, 1.0), ({"fails": RACED}, 1.3, 1.5)],
+    ids=["noise", "slower", "fails"],
 )
-def test_race_decides_unless_it_is_too_noisy(changes: dict[str, Any], least: float) -> None:
+def test_race_decides_unless_it_is_too_noisy(
+    changes: dict[str, Any], least: float, most: float
+) -> None:
     """The machine changes when the race begins."""
     machine, truth = MadeUp(BASE), MadeUp(BASE)
 
@@ -243,7 +248,7 @@ def test_race_decides_unless_it_is_too_noisy(changes: dict[str, Any], least: flo
                 vars(machine).update(changes)
 
     found = tuned(machine, SPACE, 150.0, heard=ChangeAtRace())
-    assert (advised(found) == BASE) is (least == 1.0) and truth.speedup(advised(found)) >= least
+    assert least <= truth.speedup(advised(found)) <= most
 
 
 @pytest.mark.parametrize(("budget_s", "short"), [(10.0, True), (20.0, False), (90.0, False)])

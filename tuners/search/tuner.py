@@ -153,7 +153,7 @@ class Tuner:
         try:
             visit = self._visitor.begin()
         except ConfigFailed as exc:
-            late = f"too few steps came, perhaps because it evaluates; {self.clock.larger}"
+            late = f"too few steps came; perhaps it evaluates, or hangs; {self.clock.larger}"
             why = late if exc.outcome == "timed_out" else exc
             raise WorkerError(f"{self._scope.baseline} could not be measured: {why}") from exc
         self._finish_trial(asked, visit, "baseline")
@@ -342,6 +342,8 @@ class Tuner:
         rates, lost = race(self._visitor, [self._space.default, *configs], turn_s)
         for config, exc in lost.items():
             self._progress.notice(f"out of the race: {self._named(config)}: {exc}")
+            if config != self._space.default:
+                del self._visits[config]
         return rates
 
     def _decide(self, raced: Rates, interrupted: bool) -> SearchResult:

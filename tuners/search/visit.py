@@ -112,7 +112,7 @@ class Visitor:
         self.baseline: list[Block] = []  # its blocks, in order
         self._current: Config | None = None
         self._settled: dict[Config, float] = {}
-        self._leftover: dict[Config | None, int] = {}
+        self._left: dict[Config | None, int] = {}
         self._peaks: dict[Config, int] = {}  # bytes
         self._energy: dict[Config, list[Block]] = {}  # all timed blocks
 
@@ -241,13 +241,12 @@ class Visitor:
 
     def _block(self, config: Config, steps: int) -> Block:
         # First use up ready batches, or let workers replace those that the config before used up.
-        after, self._current = self._current, None
-        left = (self._leftover.get(one, 0) for one in (config, after))
-        warm = max(1, *left) if config != after else 0
+        last, self._current = self._current, None
+        warm = max(1, *(self._left.get(one, 0) for one in (config, last))) if config != last else 0
         block = self._runner.block(config, steps, warm=warm, deadline_s=self.clock.deadline_s)
         self._current = config
         self._peaks[config] = max(block.peak_bytes, self._peaks.get(config, 0))
-        self._leftover[config] = min(block.leftover, turn_steps(block.step_s, limits.SLOW_TURN_S))
+        self._left[config] = min(block.leftover, turn_steps(block.step_s, limits.SLOW_TURN_S))
         return block
 
     def _enough(
