@@ -62,8 +62,8 @@ class Plan:
     )
     budget_s: float | None = row(
         kinds.Duration(),
-        "Wall time of all measuring, kept within 10%. The clock starts after the first steps of "
-        "the command or the model. Default: 1m, 5m or 1h by effort.",
+        "Wall time of all measuring, kept within 10%, from the first steps on; a look at several "
+        "ranks and saving compiled code come after it. Default: 1m, 5m or 1h by effort.",
         None,
         keyword="budget",
         printed=False,
