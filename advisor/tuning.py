@@ -305,7 +305,7 @@ class Tuning:
         return found
 
     def _limited(self, own: Choice, clock: Clock) -> str:
-        """What limits a job of several ranks; '' for others. A profiler may change later steps."""
+        """What limits a job of several ranks; '' for others. Last: a profiler may change steps."""
         run, step_s = self.opened.runner, own.batch / own.samples_per_s
         if not isinstance(run, Run) or (ranks := self.opened.task.processes) < 2:
             return ""

@@ -21,6 +21,7 @@ from advisor.tuners import host
 from advisor.tuners.act.pilot import loaders
 from advisor.tuners.act.pilot.loaders import Loaders
 from advisor.tuners.knobs import LoaderFacts
+from advisor.tuners.measure.runner import Block
 from tests.forks import until
 
 
@@ -320,7 +321,7 @@ def test_workers_end_when_the_script_drops_the_iterator(patch: Loaders) -> None:
         gc.enable()
 
 
-def test_load_is_what_a_block_takes_over_what_workers_can_make(
+def test_drained_share_is_what_workers_cannot_make_in_a_block(
     patch: Loaders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each of two workers takes a second for a batch."""
@@ -334,15 +335,15 @@ def test_load_is_what_a_block_takes_over_what_workers_can_make(
     monkeypatch.setattr(loaders.time, "perf_counter", clock)
     batches = iter(DataLoader(Indexed(length=40), batch_size=1, num_workers=2, prefetch_factor=8))
 
-    def load(taken: int, seconds: float) -> float:
+    def share(taken: int, seconds: float) -> float:
         patch.begin_block()
         for _ in range(taken):
             next(batches)
         until(lambda: loaders._outstanding(batches)[1] == 0)  # no worker reads the clock
         now.value += seconds
-        return patch.load
+        return Block(seconds=seconds, loader_load=patch.load).waited_share
 
-    assert load(4, seconds=2.0) == pytest.approx(1)  # as many as two workers make
-    assert load(4, seconds=1.0) == pytest.approx(2)
-    assert load(4, seconds=0.25) == pytest.approx(8)
-    assert load(1, seconds=60.0) == pytest.approx(1 / 120)
+    assert share(4, seconds=2.0) == 0  # as many as two workers make
+    assert share(4, seconds=1.0) == pytest.approx(0.5)
+    assert share(4, seconds=0.25) == pytest.approx(0.875)
+    assert share(1, seconds=60.0) == 0 and patch.load == pytest.approx(1 / 120)

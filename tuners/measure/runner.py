@@ -12,7 +12,7 @@ from advisor.tuners.decisions import GAIN
 
 UNVERIFIED = "unverified"  # outcome of a comparison that could not decide
 NO_TIME = "no time was left to compare it with fp32"  # a reason for it
-MIN_SHARE = 1e-3  # at least this share of a block's samples or time counts: no rate is 0
+MIN_SHARE = 1e-3  # at least this share of a block's time counts: no rate is infinite
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
