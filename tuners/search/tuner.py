@@ -153,7 +153,7 @@ class Tuner:
         try:
             visit = self._visitor.begin()
         except ConfigFailed as exc:
-            late = f"too few steps came; perhaps it evaluates, or hangs; {self.clock.larger}"
+            late = f"too few steps came, perhaps because it evaluates or waits; {self.clock.larger}"
             why = late if exc.outcome == "timed_out" else exc
             raise WorkerError(f"{self._scope.baseline} could not be measured: {why}") from exc
         self._finish_trial(asked, visit, "baseline")
