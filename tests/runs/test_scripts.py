@@ -215,8 +215,5 @@ def test_tune_prints_one_verdict_and_changes_no_files(name: str, tmp_path: Path)
 
 def contents(folder: Path) -> dict[str, bytes]:
     """Returns the bytes of each file in a folder by relative path."""
-    return {
-        str(path.relative_to(folder)): path.read_bytes()
-        for path in folder.rglob("*")
-        if path.is_file() and "__pycache__" not in path.parts
-    }
+    files = (one for one in folder.rglob("*") if "__pycache__" not in one.parts)
+    return {str(one.relative_to(folder)): one.read_bytes() for one in files if one.is_file()}

@@ -248,6 +248,9 @@ def test_race_decides_unless_it_is_too_noisy(changes: Any, least: float, most: f
     found = tuned(machine, SPACE, 150.0, heard=ChangeAtRace())
     assert (advised(found) == BASE) is (least == 1.0) and truth.speedup(advised(found)) >= least
     assert truth.speedup(advised(found)) <= most
+    failed = {one.config for one in found.trials if one.origin == "final race"}
+    assert bool(failed) == ("fails" in changes)
+    assert failed.isdisjoint(one.config for one in found.trials if one.measurement.samples_per_s)
 
 
 @pytest.mark.parametrize(("budget_s", "short"), [(10.0, True), (20.0, False), (90.0, False)])

@@ -268,8 +268,7 @@ def gains(
             if is_doubtful(choice_of(config, turns, rates[own], {}, noise), baseline):
                 why = "doubtful: it may gain only while the host is busy"
             yield f"{named(config)}: {shown(ratio)}, not advised: {why}"
-    clear = (one for one in visits.ranked() if one.unstarved_ratio(noise).faster)
-    best = next(clear, None)
+    best = next((one for one in visits.ranked() if one.unstarved_ratio(noise).faster), None)
     if best is not None and score(best) >= NOTABLE * best.ratio.mean:
         yield (
             f"the loader limits {named(best.config)}: it waits {best.waited:.0%} of its time for "

@@ -94,13 +94,12 @@ class Tuner:
         self.known = len(self._visits.trials)
 
     def _resume(self, known: JournaledTrial) -> None:
-        config, compared = known.trial.config, known.compared
-        self._visits.trials.append(known.trial)
+        config, measured, compared = known.trial.config, known.trial.measurement, known.compared
+        self._visits.add_trial(known.trial)
         if compared is not None and compared.outcome == UNVERIFIED:
             return
         if compared is not None:
             self._visits.add_comparison(config, compared)
-        measured = known.trial.measurement
         if config != self._space.default and measured.outcome != "timed_out":
             self._visits.add(
                 Visit(
@@ -288,7 +287,7 @@ class Tuner:
             origin="fp32",
             seconds=seconds,
         )
-        self._visits.trials.append(trial)
+        self._visits.add_trial(trial)
         return seconds
 
     def _finish_trial(self, asked: optuna.Trial, visit: Visit, origin: str) -> None:
@@ -302,7 +301,7 @@ class Tuner:
             origin=origin,
             seconds=visit.seconds,
         )
-        visits.trials.append(trial)
+        visits.add_trial(trial)
         compared = visits.compared(config)
         known = JournaledTrial(trial, visit.ratio, compared)
         self._journal.tell(asked, known, [turn.ratio for turn in visit.turns])
@@ -326,8 +325,7 @@ class Tuner:
                 self._visitor.forget(built)
 
     def _tell_compiling(self, config: Config) -> None:
-        left = f"{self.clock.left_s:.0f}s left"
-        self._progress.phase(f"compiling: {self._named(config)}  {left}")
+        self._progress.phase(f"compiling: {self._named(config)}  {self.clock.left_s:.0f}s left")
 
     # Race and choice ----------------------------------------------------------------------------
 
@@ -341,9 +339,11 @@ class Tuner:
         turn_s = LOADER_TURN_S if waits else TURN_S
         rates, lost = race(self._visitor, [self._space.default, *configs], turn_s)
         for config, exc in lost.items():
-            self._progress.notice(f"out of the race: {self._named(config)}: {exc}")
-            if config != self._space.default:
-                del self._visits[config]
+            failed = Visit(config=config, outcome=exc.outcome, reason=f"in the final race: {exc}")
+            if config == self._space.default:
+                self._progress.notice(f"{self._scope.baseline} failed {failed.reason}")
+            else:
+                self._finish_trial(self._journal.ask(config), failed, "final race")
         return rates
 
     def _decide(self, raced: Rates, interrupted: bool) -> SearchResult:
@@ -452,8 +452,7 @@ def tuned_loader(
     if knobs.workers(best):
         rules = (n for n in space.inputs if knobs.BY_NAME[n].by_rule)
         chosen |= Config({name: space.inputs[name][-1] for name in rules})
-    before = len(found.trials)
-    trials = [dataclasses.replace(one, number=before + one.number) for one in fed.trials]
+    trials = [dataclasses.replace(t, number=len(found.trials) + t.number) for t in fed.trials]
     return dataclasses.replace(
         found,
         input=Config(chosen),

@@ -46,6 +46,13 @@ class Visits(dict[Config, Visit]):
         if visit.turns:
             self.codes.add(knobs.code(visit.config))
 
+    def add_trial(self, trial: Trial) -> None:
+        """Keep a trial. If it failed, earlier trials of its config do not count any more."""
+        if trial.measurement.outcome not in ("ok", "timed_out"):
+            tried = (trial.config, trial.stage)
+            self.trials = [one for one in self.trials if (one.config, one.stage) != tried]
+        self.trials.append(trial)
+
     @property
     def baseline(self) -> Visit:
         return self[self._space.default]
@@ -177,8 +184,7 @@ class Visits(dict[Config, Visit]):
         return self._length.rate(pace)
 
     def first_s(self, config: Config) -> float:
-        default = self._space.default
-        trials = sorted(self.trials, key=lambda trial: trial.config != default)
+        trials = sorted(self.trials, key=lambda one: one.config != self._space.default)
         return first_step_seen(trials, config, knobs.FIRST_STEP_COSTS)
 
 

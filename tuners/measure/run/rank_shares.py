@@ -50,7 +50,7 @@ def line(ranks: Sequence[RankStep]) -> str:
         return ""
     parts = [
         f"{what}{', which is slow,' * what.startswith('rank ')} {share:.0%}"
-        + f" ({_most(share)})" * (what != _COMPUTE)
+        + f" (at most {times(1 / max(1e-3, 1 - share))} without)" * (what != _COMPUTE)
         for what, share in shares(ranks).items()
     ]
     parts[0] = parts[0].replace("%", "% of a step", 1)
@@ -67,7 +67,3 @@ def limits(ranks: Sequence[RankStep]) -> tuple[Limit, ...]:
         for what, share in shares(ranks).items()
         if what not in (_COMPUTE, _LOADING)
     )
-
-
-def _most(share: float) -> str:
-    return f"at most {times(1 / max(1e-3, 1 - share))} without"
