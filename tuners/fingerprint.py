@@ -314,10 +314,16 @@ def family(model: torch.nn.Module) -> str:
 
 
 def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
-    """The user's own module inside torch.compile and (Distributed)DataParallel wrappers."""
-    wrappers = (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)
-    inner = model.module if isinstance(model, wrappers) else getattr(model, "_orig_mod", None)
+    """The user's own module inside torch.compile's wrapper and those of `wrapped`."""
+    inner = wrapped(model)
+    inner = getattr(model, "_orig_mod", None) if inner is None else inner
     return unwrapped(inner) if isinstance(inner, torch.nn.Module) else model
+
+
+def wrapped(model: torch.nn.Module) -> torch.nn.Module | None:
+    """The module that (Distributed)DataParallel or Lightning's Fabric wraps; None if none does."""
+    parallel = (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)
+    return model._modules.get("module" if isinstance(model, parallel) else "_forward_module")
 
 
 def size(model: torch.nn.Module) -> tuple[int, int]:

@@ -400,9 +400,7 @@ KNOBS: tuple[Knob, ...] = (
         shown=str,
         script=_own_precision,
         flag=Flag(
-            set=lambda value: set_float32(str(value)),
-            now=Float32.now,
-            back=Float32.put_back,
+            set=lambda value: set_float32(str(value)), now=Float32.now, back=Float32.put_back
         ),
         layers={"fp8": fp8.convert},
         caveats={"fp8": fp8.CAVEAT},

@@ -31,8 +31,7 @@ MAX_READ = 1_000  # the most records that are read, the newest first
 
 def of_command(records: Records, command: Sequence[str]) -> list[StoredRecord]:
     """The records of exactly this command, the newest first."""
-    newest = records.newest(MAX_READ)
-    return [one for one in newest if one.record.key.task.command == tuple(command)]
+    return [r for r in records.newest(MAX_READ) if r.record.key.task.command == tuple(command)]
 
 
 def saves_memory(command: Sequence[str], device: str, cache: Cache) -> tuple[str, ...]:
@@ -86,11 +85,12 @@ def served_to_run(command: Sequence[str], found: Sequence[StoredRecord], cache: 
         )
         return Served(status="miss", reason=why)
     known = [one.record for one in found]
-    raced = (one for one in known if one.compares and _is_of_this_device(one))
-    record = next(raced, known[0])
+    record = next((one for one in known if one.compares and _is_of_this_device(one)), known[0])
     key, device = record.key, device_for(record)
     asked = Request(cache=cache, device=device, model=key.model)
-    served = look_up(asked.of_run(key.task))
+    # A launcher may set the threads of several processes, as torchrun does.
+    threads = key.threads if key.task.processes > 1 else None
+    served = look_up(asked.of_run(key.task, threads=threads))
     if served.record is None:
         return served
     if why := Failures(cache, key.model, key.task).of(served.config, served.record):

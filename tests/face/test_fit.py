@@ -197,9 +197,7 @@ def test_a_compiled_advice_is_replaced_by_the_fastest_that_compiles_nothing() ->
     machine = Batches(40.0)
     found = freed(machine)
     assert advised(found)["compile"] == "default" and advised(found) in machine.forgotten
-    eager = [
-        one for one in found.trials if one.config["compile"] == "none" and one.stage != "batch"
-    ]
+    eager = [t for t in found.trials if t.config["compile"] == "none" and t.stage != "batch"]
     best = max(eager, key=lambda one: one.measurement.samples_per_s)
     assert {*machine.replayed} == {best.config}
 

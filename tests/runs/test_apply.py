@@ -390,9 +390,7 @@ def test_flags_set_by_advice_are_not_the_scripts_own(monkeypatch: pytest.MonkeyP
     advisor.apply()
     seen: list[ScriptFacts] = []
     begin = RecordGuide.begin
-    monkeypatch.setattr(
-        RecordGuide, "begin", lambda guide, one: seen.append(one) or begin(guide, one)
-    )
+    monkeypatch.setattr(RecordGuide, "begin", lambda own, one: seen.append(one) or begin(own, one))
     with pytest.warns(advisor.AdvisorWarning, match=r"advisor tune -- \S*python"):
         trained(Net())
     assert [one.threads for one in seen] == [threads]

@@ -110,7 +110,9 @@ def test_a_rank_that_fails_before_the_first_steps_is_named(folder: Path) -> None
 
 
 TABLE = """
-print('''Failures:
+print('''python: no file
+E1130 17:13:15.8 7 torch/distributed/elastic/multiprocessing/api.py:1] failed (exitcode: 2)
+Failures:
 [1]:
   rank      : 0 (local_rank: 0)
   exitcode  : -15 (pid: 8)  (SIGTERM)
@@ -126,9 +128,13 @@ raise SystemExit(1)
 """
 
 
-def test_the_table_of_torchrun_is_read() -> None:
-    said = r"the command ended with exit code 1: rank 1 ended with signal SIGKILL;"
-    with pytest.raises(TargetFailed, match=said), started_run(script(TABLE)):
+@pytest.mark.parametrize(
+    ("code", "ended"), [("-9", "signal SIGKILL;"), ("2", "exit code 2: python: no file;")]
+)
+def test_the_table_of_torchrun_is_read(code: str, ended: str) -> None:
+    said = f"the command ended with exit code 1: rank 1 ended with {ended}"
+    command = script(TABLE.replace("-9 (", f"{code} ("))
+    with pytest.raises(TargetFailed, match=said), started_run(command):
         pass
 
 

@@ -30,12 +30,14 @@ class Framework:
 
     Attributes:
         own: the config that the script sets itself.
+        words: the script's arguments.
     """
 
     script: str
     libraries: tuple[str, ...]
     seen: Mapping[str, object]
     own: Config = field(default_factory=Config)
+    words: tuple[str, ...] = ()
 
 
 ACCELERATE_TIMM = Framework(
@@ -43,23 +45,25 @@ ACCELERATE_TIMM = Framework(
     ("timm", "accelerate"),
     {"shape": (16, 3, 32, 32), "others": "2 micro-batches", "optimizer": "adamw"},
 )
-LONG = [
-    Framework(
-        "transformers_trainer",
-        ("transformers.trainer",),
-        {
-            "shape": (8, 12),
-            "others": "labels 1 int64; num_items_in_batch 1 float32; 2 micro-batches",
-            "optimizer": "adamw",
-        },
-        own=Config(fused_optimizer=True),
-    ),
+LIGHTNING = [
     Framework(
         "lightning_trainer",
         ("lightning",),
         {"shape": (8, 3, 8, 8), "others": "", "optimizer": "adamw"},
-    ),
+        words=words,
+    )
+    for words in ((), ("ddp",), ("ddp", "fabric"))
 ]
+TRANSFORMERS = Framework(
+    "transformers_trainer",
+    ("transformers.trainer",),
+    {
+        "shape": (8, 12),
+        "others": "labels 1 int64; num_items_in_batch 1 float32; 2 micro-batches",
+        "optimizer": "adamw",
+    },
+    own=Config(fused_optimizer=True),
+)
 
 
 def differing(one: Weights, other: Weights) -> list[str]:
@@ -105,12 +109,13 @@ def test_ordinary_script_trains_alike(script: Path, words: str, saves: str, tmp_
 
 @pytest.mark.parametrize(
     "case",
-    [ACCELERATE_TIMM, *(pytest.param(one, marks=pytest.mark.long) for one in LONG)],
-    ids=lambda one: one.script,
+    [ACCELERATE_TIMM, *LIGHTNING, pytest.param(TRANSFORMERS, marks=pytest.mark.long)],
+    ids=lambda one: "-".join((one.script, *one.words)),
 )
 def test_framework_script_trains_alike_and_keeps_its_bf16(case: Framework, tmp_path: Path) -> None:
-    variants = [Variant(), Variant({}), Variant(HALF)]
-    variants += [Variant(None, ("bf16",)), Variant(HALF, ("bf16",))]
+    half, words = ("bf16", *case.words), case.words
+    variants = [Variant(values, words) for values in (None, {}, HALF)]
+    variants += [Variant(None, half), Variant(HALF, half)]
     script = FOLDER.with_name("frameworks") / f"{case.script}.py"
     (alone, _), (kept, seen), (half, _), (own_half, _), (tuned, half_facts) = train_variants(
         script, tmp_path, *variants, libraries=case.libraries

@@ -16,11 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_state_dict,
-    set_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -120,9 +116,8 @@ def fsdp(
     spec.loader.exec_module(example)
     size = example.SIZES["tiny"]
     net = example.Llama(size)
-    given: Any = (
-        {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)} if policy else {}
-    )
+    half = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    given: Any = {"mp_policy": half} if policy else {}
     if fails:
         failing = net.layers[2].norm1
         failing.register_forward_hook(raise_in_bf16)
@@ -228,12 +223,7 @@ def last_steps(found: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def assert_trains_alike(
-    folder: Path,
-    found: dict[str, Any],
-    size: int,
-    job: dict[str, Any],
-    *,
-    until: int,
+    folder: Path, found: dict[str, Any], size: int, job: dict[str, Any], *, until: int
 ) -> None:
     """A run's losses before a visit are those of the unmodified run, and all of its checkpoint but
     the numbers."""

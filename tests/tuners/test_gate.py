@@ -92,7 +92,7 @@ def trained() -> Iterator[Trained]:
     """A model, its optimizer and their ConfigSwitch."""
     net, cpu = Net(), torch.device("cpu")
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    switch = ConfigSwitch([TrainedModel(net, net)], [optimizer], OWN, cpu, lambda _given: None)
+    switch = ConfigSwitch([TrainedModel(net, net, net)], [optimizer], OWN, cpu, lambda _given: None)
     yield net, optimizer, switch
     switch.release()
 

@@ -61,7 +61,7 @@ def switch_of(*given: TrainedModel | torch.optim.Optimizer, device: str = "cpu")
 
 def switched(net: nn.Module, **how: Any) -> tuple[torch.optim.Optimizer, ConfigSwitch]:
     optimizer = torch.optim.SGD(net.parameters(), **{"lr": 0.1, **how})
-    return optimizer, switch_of(TrainedModel(net, net), optimizer)
+    return optimizer, switch_of(TrainedModel(net, net, net), optimizer)
 
 
 @pytest.fixture(autouse=True)
@@ -120,7 +120,7 @@ def test_state_dict_hides_the_fused_optimizer(kind: Any, own: dict[str, bool]) -
     optimizer = kind(net.parameters(), lr=0.1, **own)
     trained(net, 1, optimizer)
     plain = optimizer.state_dict()
-    switch = switch_of(TrainedModel(net, net, ()), optimizer)
+    switch = switch_of(TrainedModel(net, net, net), optimizer)
     switch.set(OWN.replace(fused_optimizer=True))
     trained(net, 1, optimizer)
     saved = optimizer.state_dict()
@@ -146,7 +146,7 @@ def test_step_counter_on_the_device_is_saved_on_the_host() -> None:
         net = nn.Linear(2, 1, device="cuda")
         optimizer = torch.optim.Adam(net.parameters())
         optimizer.state[net.weight] = {"step": torch.ones((), device="cuda")}
-        switch_of(TrainedModel(net, net, ()), optimizer)
+        switch_of(TrainedModel(net, net, net), optimizer)
         assert not optimizer.state_dict()["state"][0]["step"].is_cuda
         assert optimizer.state[net.weight]["step"].is_cuda
 
@@ -241,7 +241,7 @@ def test_ddp_gradients_equal_those_of_the_unwrapped_model(hooked: bool) -> None:
         for ours, theirs in zip(net.parameters(), other.parameters(), strict=True):
             torch.testing.assert_close(ours.grad, theirs.grad)
 
-    switch = switch_of(TrainedModel(parallel, net, ()))
+    switch = switch_of(TrainedModel(parallel, net, parallel))
     for channels_last in (False, True, False):
         switch.set(OWN.replace(channels_last=channels_last))
         for _ in range(3):  # DDP rebuilds its buckets after the first
@@ -407,7 +407,7 @@ def facts_of(
     for x in inputs:
         x = x.to(net.weight.dtype) if isinstance(net, nn.Conv2d) else x
         net(x).sum().backward()
-        observer.on_call(net, (x,), {"mask": x > 0})
+        observer.on_call(net, (x,), {"mask": x > 0}, net)
         observer.on_step(optimizer)
     return ScriptFacts.of(observer, LoaderFacts())
 
@@ -485,7 +485,7 @@ def test_data_parallel_script_gets_the_advice_to_use_ddp() -> None:
     wrapped = nn.DataParallel(net)
     wrapped.device_ids = [0, 1]
     observer = LoopObserver()
-    observer.called[wrapped] = TrainedModel(wrapped, net, ())
+    observer.called[wrapped] = TrainedModel(wrapped, net, wrapped)
     observer.on_autocast(nn.Linear(2, 2, device="meta"))  # the meta device has no autocast
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     for _ in range(4):
@@ -519,7 +519,7 @@ def test_actions_of_an_rl_agent_do_not_count_as_its_batch(micro: int, actions: l
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     for number in actions:
         for samples in [1] * number + [128] * micro:
-            observer.on_call(net, (torch.zeros(samples, 4),), {})
+            observer.on_call(net, (torch.zeros(samples, 4),), {}, net)
         observer.on_step(optimizer)
     facts = ScriptFacts.of(observer, LoaderFacts())
     task = facts.task(["train.py"], {})
@@ -531,11 +531,10 @@ def test_actions_of_an_rl_agent_do_not_count_as_its_batch(micro: int, actions: l
 def test_task_shape_comes_from_the_first_input_with_two_dimensions(inputs: dict[str, int]) -> None:
     net, observer = nn.Embedding(9, 4), LoopObserver()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    batch = {
-        name: torch.zeros((4, n) if n else (4,), dtype=torch.int64) for name, n in inputs.items()
-    }
+    shapes = {name: (4, n) if n else (4,) for name, n in inputs.items()}
+    batch = {name: torch.zeros(shape, dtype=torch.int64) for name, shape in shapes.items()}
     for _ in range(4):
-        observer.on_call(net, (), batch)
+        observer.on_call(net, (), batch, net)
         observer.on_step(optimizer)
     task = ScriptFacts.of(observer, LoaderFacts()).task(["train.py"], {})
     assert task.shapes == ((4, max(*inputs.values(), 1)),)
@@ -714,7 +713,7 @@ def test_failed_fused_step_is_repeated_without_the_config(
         groups = [{"params": list(part.parameters())} for part in net]
         optimizer = kind(groups, lr=0.1)  # type: ignore[call-arg]
         errors: list[Exception] = []
-        switch = switch_of(TrainedModel(net, net), optimizer)
+        switch = switch_of(TrainedModel(net, net, net), optimizer)
         for step in range(3):
             optimizer.zero_grad()
             net(torch.ones(4, 3)).square().sum().backward()
@@ -764,7 +763,7 @@ def test_weights_keep_one_address_per_memory_layout() -> None:
     net = Net()
     optimizer = torch.optim.Adam(net.parameters(), lr=0.1)
     trained(net, 1, optimizer)
-    switch = switch_of(TrainedModel(net, net), optimizer)
+    switch = switch_of(TrainedModel(net, net, net), optimizer)
 
     def tensors() -> list[Tensor]:
         return [net.conv.weight.detach(), optimizer.state[net.conv.weight]["exp_avg"]]
@@ -795,10 +794,10 @@ def test_period_of_a_gan_ends_with_the_generator_step() -> None:
     periods = []
     for step in range(18):
         noise = torch.zeros(3, 2)
-        observer.on_call(generator, (noise,), {})
+        observer.on_call(generator, (noise,), {}, generator)
         if step == 0:  # a few sample images
-            observer.on_call(generator, (torch.zeros(100, 2),), {})
-        observer.on_call(critic, (noise,), {})
+            observer.on_call(generator, (torch.zeros(100, 2),), {}, generator)
+        observer.on_call(critic, (noise,), {}, critic)
         observer.on_step(optimizers[step % 6 == 5])
         periods.append(observer.period())
     assert periods == [0] * 17 + [6]
@@ -807,7 +806,7 @@ def test_period_of_a_gan_ends_with_the_generator_step() -> None:
     assert [observer.kind(one) for one in (later, optimizers[1])] == ["similar", "known"]
     # The optimizer of a model that was never trained is a new one.
     untrained = nn.Linear(2, 1)
-    observer.on_call(untrained, (noise[:, :2],), {})
+    observer.on_call(untrained, (noise[:, :2],), {}, untrained)
     assert observer.kind(torch.optim.SGD(untrained.parameters(), lr=0.1)) == "new"
 
 
@@ -852,7 +851,7 @@ def live_cudagraphs() -> list[Any]:
 def test_cudagraphs_survive_a_switch_and_are_freed_by_forget() -> None:
     net = nn.Sequential(nn.Conv2d(4, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.Flatten()).cuda()
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-3, momentum=0.9)
-    switch = switch_of(TrainedModel(net, net), optimizer, device="cuda:0")
+    switch = switch_of(TrainedModel(net, net, net), optimizer, device="cuda:0")
     x = torch.randn(8, 4, 16, 16, device="cuda")
 
     def steps(config: Config) -> None:
@@ -887,7 +886,7 @@ def test_evaluating_a_compiled_generator_between_steps_gives_finite_output() -> 
 
     generator, critic = make_net(8, 16), make_net(16, 1)
     optimizers = [torch.optim.Adam(net.parameters()) for net in (generator, critic)]
-    models = [TrainedModel(net, net) for net in (generator, critic)]
+    models = [TrainedModel(net, net, net) for net in (generator, critic)]
     switch = switch_of(*models, *optimizers, device="cuda:0")
     fixed = torch.randn(32, 8, device="cuda")
     outputs: list[Tensor] = []

@@ -368,9 +368,8 @@ class Trainer:
         loss = self.weighted_loss(self.model(batch[0]), batch[1])
         self.advice.step(loss, self.optimizer)
         with torch.no_grad():
-            for ours, theirs in zip(
-                self.average.parameters(), self.model.parameters(), strict=True
-            ):
+            models = (self.average.parameters(), self.model.parameters())
+            for ours, theirs in zip(*models, strict=True):
                 ours.lerp_(theirs, 1 - self.decay)
         self.inside(self)
         return loss

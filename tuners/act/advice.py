@@ -61,9 +61,7 @@ class Advice:
         self.artifacts: Fetch | None = None
         self._applied = AppliedConfig(config, served.default, self.device)
         # Without values that are torch's default on every machine.
-        advised = tuple(
-            (knob, value) for knob, value in self._applied.rows if value != knob.default
-        )
+        advised = tuple((k, value) for k, value in self._applied.rows if value != k.default)
         self._usage = AdviceUsage(advised, served)
         self._used = self._usage.used
         self._compared = False

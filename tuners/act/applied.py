@@ -22,9 +22,7 @@ class AppliedConfig:
     """The knobs that a config changes on a device, and their effect on a step."""
 
     def __init__(self, config: Config, default: Config, device: torch.device) -> None:
-        self.rows = rows = tuple(
-            (knob, config[knob.name]) for knob in changed_knobs(config, default)
-        )
+        self.rows = rows = tuple((k, config[k.name]) for k in changed_knobs(config, default))
         # The knobs that set a batch's memory format:
         self.layouts = [
             (k.layout, value) for k, value in rows if k.layout and (value or k.name in default)

@@ -43,6 +43,7 @@ from torch.utils.data import get_worker_info
 from torch.utils.hooks import RemovableHandle
 
 from advisor.tuners.act.compiled import graphs_compiled
+from advisor.tuners.fingerprint import unwrapped
 
 # torch.jit.script would compile what `replace_call` sets.
 getattr(torch.jit._recursive, "ignored_attributes", []).append("_compiled_call_impl")
@@ -135,17 +136,18 @@ STEP_HOOKS = StepHooks()
 
 class CallHooks:
     """Calls `within` before each call of a module, and `called` after an outermost call, unless it
-    raises. An outermost call runs in the context that `begins` returns. Not for recomputed calls,
-    calls in a loader's worker, and modules without weights, such as losses and torchvision's
-    transforms. Every call becomes slower."""
+    raises; its last argument is the module that redirects to it, else the same. An outermost call
+    runs in the context that `begins` returns. Not for recomputed calls, calls in a loader's worker,
+    and modules without weights, such as losses and torchvision's transforms. Every call becomes
+    slower."""
 
     def __init__(
         self,
-        called: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None],
+        called: Callable[[nn.Module, tuple[Any, ...], dict[str, Any], nn.Module], None],
         within: Callable[[nn.Module], None],
         begins: Callable[[nn.Module], AbstractContextManager[Any] | None] = lambda _module: None,
     ) -> None:
-        inside: list[nn.Module] = []
+        inside, redirecting = list[nn.Module](), list[nn.Module]()
         self._around = around = ExitStack()
         self._resting = False
         self._compiled = graphs_compiled()
@@ -161,8 +163,8 @@ class CallHooks:
             if not ignores():
                 within(module)
                 if not inside and any(True for _ in module.parameters()):
-                    inside.append(module)
-                    if (context := begins(module)) is not None:
+                    (redirecting if redirects(module) else inside).append(module)
+                    if inside and (context := begins(module)) is not None:
                         around.enter_context(context)
 
         def leave(module: nn.Module, args: Any, *rest: Any) -> None:
@@ -171,7 +173,9 @@ class CallHooks:
                 around.close()
                 # PyTorch passes no keyword arguments if the call has raised.
                 if len(rest) == 2:
-                    called(module, args, rest[0])
+                    called(module, args, rest[0], (redirecting or [module])[0])
+            elif redirecting and redirecting[0] is module:
+                redirecting.clear()
 
         def compile(plain: Function, module: nn.Module, *args: Any, **kwargs: Any) -> None:
             plain(module, *args, **kwargs)
@@ -225,7 +229,14 @@ def replace_call(model: nn.Module, call: Callable[..., Any] | None) -> None:
     if call is None:
         vars(model).pop("_compiled_call_impl", None)
     else:
-        model._compiled_call_impl = call
+        vars(model)["_compiled_call_impl"] = call  # Fabric's wrapper would set it in its model too
+
+
+def redirects(module: nn.Module) -> bool:
+    """Whether this call of a module, or of a wrapper of it, runs another method for Lightning, such
+    as training_step, in which the script calls its models."""
+    call = vars(unwrapped(module)).get("forward")
+    return getattr(call, "__name__", "") == "wrapped_forward" and "lightning" in call.__module__
 
 
 def on_backward(

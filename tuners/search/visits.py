@@ -259,10 +259,9 @@ class TimeEstimates:
         return max(alike, default=0.0)
 
     def _guessed_s(self, config: Config) -> float:
-        rows = (
-            (knobs.BY_NAME[n].compile_s, value) for n, value in self._space.expensive_values(config)
-        )
-        return max(seconds(value, self._modules) for seconds, value in rows if seconds)
+        values = self._space.expensive_values(config)
+        known = ((knobs.BY_NAME[name].compile_s, value) for name, value in values)
+        return max(seconds(value, self._modules) for seconds, value in known if seconds)
 
 
 _follows = functools.lru_cache(maxsize=4096)(knobs.follows)

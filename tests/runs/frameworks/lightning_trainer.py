@@ -1,4 +1,5 @@
-"""Lightning's Trainer: a small image classifier with validation."""
+"""A small image classifier: Lightning's Trainer with validation, or, with the word fabric, Fabric.
+With the word ddp, Lightning wraps the model in DistributedDataParallel."""
 
 import sys
 import warnings
@@ -36,16 +37,21 @@ out = sys.argv[1]
 torch.manual_seed(0)
 data = TensorDataset(torch.randn(96, 3, 8, 8), torch.randint(4, (96,)))
 net = Net()
-trainer = lightning.Trainer(
-    max_epochs=2,
-    accelerator="cpu",
-    logger=False,
-    enable_checkpointing=False,
-    enable_progress_bar=False,
-    enable_model_summary=False,
-    precision="bf16-mixed" if "bf16" in sys.argv[2:] else "32-true",
-    default_root_dir=f"{out}.folder",
-)
-loader = DataLoader(data, batch_size=8, shuffle=True)
-trainer.fit(net, loader, DataLoader(data, batch_size=32))
+words, loader = sys.argv[2:], DataLoader(data, batch_size=8, shuffle=True)
+half = "bf16-mixed" if "bf16" in words else "32-true"
+strategy = "ddp" if "ddp" in words else "auto"
+how = {"accelerator": "cpu", "devices": 1, "strategy": strategy, "precision": half}
+if "fabric" in words:
+    fabric = lightning.Fabric(**how)
+    fabric.launch()
+    model, optimizer = fabric.setup(net, net.configure_optimizers())
+    for x, y in [*fabric.setup_dataloaders(loader)] * 2:
+        fabric.backward(nn.functional.cross_entropy(model(x), y))
+        optimizer.step()
+        optimizer.zero_grad()
+else:
+    names = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    how |= dict.fromkeys(names, False) | {"default_root_dir": f"{out}.folder"}
+    trainer = lightning.Trainer(max_epochs=2, **how)
+    trainer.fit(net, loader, DataLoader(data, batch_size=32))
 torch.save(net.state_dict(), out)

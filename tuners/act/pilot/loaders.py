@@ -205,10 +205,8 @@ class Loaders:
             self._making = None
             if own:
                 loader.num_workers, loader.timeout = workers, timeout
-        known = loader if own or not workers else None
-        self._epochs[iterator] = _LoaderEpoch(
-            known, call_site, workers, loader.pin_memory, own, why, made
-        )
+        known, pinned = loader if own or not workers else None, loader.pin_memory
+        self._epochs[iterator] = _LoaderEpoch(known, call_site, workers, pinned, own, why, made)
         return iterator
 
     def _fetched(self, plain: Callable[[Any, Any], Any], fetcher: Any, index: Any) -> Any:

@@ -41,6 +41,7 @@ class Input:
 class TrainedModel:
     outer: nn.Module  # the module that the script calls, such as DistributedDataParallel
     model: nn.Module  # the user's own
+    caller: nn.Module  # whose call runs `outer`, as `hooks.redirects` says; else `outer`
     inputs: tuple[Input, ...] = ()
     samples: int = 0  # of the calls with gradients since the last step or block began
     evaluated: bool = False  # since the block began
@@ -124,12 +125,12 @@ class LoopObserver:
         self._gradients: dict[int, weakref.ref[Tensor]] = {}
         self._kinds = weakref.WeakKeyDictionary[torch.optim.Optimizer, OptimizerKind]()
 
-    def on_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def on_call(self, module: nn.Module, args: Any, kwargs: Any, caller: nn.Module) -> None:
         self._met.add(module)
         if not torch.is_grad_enabled() or not module.training:
             return
         if module not in self.called:
-            self.called[module] = TrainedModel(module, unwrapped(module))
+            self.called[module] = TrainedModel(module, unwrapped(module), caller)
         self.called[module].saw(args, kwargs)
 
     def on_autocast(self, module: nn.Module) -> None:
@@ -221,7 +222,7 @@ class LoopObserver:
     @functools.cached_property
     def wrappers(self) -> Wrappers:
         """Of the trained models; all ranks ask for this first at the same step."""
-        return Wrappers(one.outer for one in self.trained())
+        return Wrappers(one.caller for one in self.trained())
 
     def forget(self) -> None:
         """Drop references to the script's objects: it may need the memory."""

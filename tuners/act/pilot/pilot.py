@@ -226,8 +226,8 @@ class Pilot:
             recompute_in_place(called)
         return offload_in_place(called).offloads()
 
-    def _called(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._observer.on_call(module, args, kwargs)
+    def _called(self, module: nn.Module, *call: Any) -> None:
+        self._observer.on_call(module, *call)
         made = sum(one.signatures.calls for one in self._observer.called.values())
         if made >= _MOST_CALLS and not self._looked and not is_followed():
             self._stop(Stopped("unclear", BY_HAND))

@@ -28,6 +28,7 @@ from advisor.tuners.act.replays import Replays
 from advisor.tuners.act.trees import map_tensors
 from advisor.tuners.decisions import LEAST_FREE
 from advisor.tuners.faults import is_config_error
+from advisor.tuners.fingerprint import wrapped
 from advisor.tuners.offloading import OffloadedCall, plain_call
 from advisor.tuners.recomputation import recomputed_calls, replace_calls
 
@@ -78,6 +79,8 @@ class ModelCall:
             self.put(self.regions)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if hooks.redirects(self.module):
+            return self.plain(*args, **kwargs)
         training = torch.is_grad_enabled() and self.one.model.training
         if not training or hooks.is_tracing():  # compiled code cannot be traced
             self.one.evaluated |= not self.one.model.training
@@ -146,7 +149,7 @@ class ConfigSwitch:
         self._groups = [[dict(group) for group in one.param_groups] for one in optimizers]
         self._watching = contextlib.ExitStack()  # catches the present config's exceptions
         self._attached = contextlib.ExitStack()
-        outers = [one.outer for one in trained if not replicates(one.outer)]
+        outers = dict.fromkeys(one.caller for one in trained if not replicates(one.outer))
         self._outers = [outer for outer in outers if layouts.can_rebuild(outer)]
         weights = (w for outer in self._outers for w in (*outer.parameters(), *outer.buffers()))
         self._strides = {w: w.stride() for w in weights if w.dim() > 3 and layouts.is_alone(w)}
@@ -502,13 +505,12 @@ def _version(group: dict[str, Any], optimizer: torch.optim.Optimizer) -> int:
 
 
 def callable_module(outer: nn.Module) -> nn.Module | None:
-    """The module whose call the pilot replaces; under DistributedDataParallel, the user's module.
+    """The module whose call the pilot replaces: the user's, in the wrappers of `wrapped`.
     None if DataParallel copies the module to devices at each call: copies lack the pilot's call."""
-    while isinstance(outer, nn.parallel.DistributedDataParallel | nn.DataParallel):
-        if replicates(outer):
-            return None
-        outer = outer.module
-    return outer
+    if replicates(outer):
+        return None
+    inner = wrapped(outer)
+    return outer if inner is None else callable_module(inner)
 
 
 def replicates(outer: nn.Module) -> bool:

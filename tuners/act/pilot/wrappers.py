@@ -39,9 +39,7 @@ class Shards:
         states = list(dict.fromkeys(one._get_fsdp_state() for one in modules))
         self._roots = [one for one in states if one._is_root]
         self._policies = {one: one._mp_policy for one in states}
-        self._groups = {
-            group: group.post_forward_mesh_info for one in states for group in _groups(one)
-        }
+        self._groups = {g: g.post_forward_mesh_info for one in states for g in _groups(one)}
         self._kept: dict[tuple[Any, Any], dict[str, Any]] = {}
         self._idle, self._own = True, Config()
         self._given, self._now = self._own, self._own
@@ -186,8 +184,7 @@ class Wrappers:
         self.dtype, self.locked = self.shards.dtype, self.shards.locked
         self.is_sharded = bool(self.shards.modules)
         self.own = self.shards.own
-        found = ranks.common({*self.shards.names}) if self.is_sharded else set[str]()
-        self.names = tuple(sorted(found))
+        self.names = tuple(sorted(ranks.common({*self.shards.names}) if self.is_sharded else ()))
 
     def set(self, rows: Mapping[str, Value]) -> None:
         """Set a config's values that differ from the script's, between two steps. All ranks do it

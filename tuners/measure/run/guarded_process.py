@@ -90,7 +90,8 @@ class GuardedProcess:
         except (subprocess.TimeoutExpired, ValueError):
             return 1, ""
         self.over = report["over"]
-        said = report["words"].splitlines()
+        own, torchrun, _ = report["words"].partition("torch/distributed/elastic/")
+        said = (own.rpartition("\n")[0] if torchrun else own).splitlines()
         self.first_failed = _ROOT_CAUSE.findall(report["words"])[-1:]
         lines = [line.strip() for line in said if any(map(str.isalnum, line))]
         return report["code"], lines[-1][:300] if lines else ""

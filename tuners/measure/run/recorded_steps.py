@@ -569,9 +569,7 @@ class RecordedSteps:
         buffer of the script's. Returns a function that moves them back."""
         own = [(one, one.grad) for one in self._tensors() if one.grad is not None]
         dense = ((one, grad) for one, grad in own if grad.layout is torch.strided)
-        alone = (
-            (one, grad) for one, grad in dense if grad.untyped_storage().nbytes() == grad.nbytes
-        )
+        alone = (pair for pair in dense if pair[1].untyped_storage().nbytes() == pair[1].nbytes)
         held = [(one, _on_host(grad)) for one, grad in alone]
         for tensor, _gradient in held:
             tensor.grad = None

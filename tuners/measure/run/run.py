@@ -204,9 +204,7 @@ class Run:
         asked = comparison(within, own, self.tolerance, deadline_s, checks=checks)
         request = BlockRequest(config=self.baseline, own=self.baseline, steps=1, compare=asked)
         try:
-            results = self._attempt(
-                config, deadline_s, lambda at, until: at.results(request, until)
-            )
+            results = self._attempt(config, deadline_s, lambda at, till: at.results(request, till))
         except (ConfigFailed, RunEnded) as exc:
             ended = f"the command ended during the comparison: {exc}"
             return Compared(UNVERIFIED, NO_TIME if exc.outcome == "timed_out" else ended)
@@ -354,13 +352,9 @@ def comparison(
     config: Config, own: Config, tolerance: float, left_s: float, *, checks: bool = False, **of: int
 ) -> CompareRequest:
     """The request that compares a config; `checks`: it is `own`, see CompareRequest."""
+    fp32 = knobs.reference(own) if checks else knobs.strict(own)
     return CompareRequest(
-        fp32=knobs.reference(own) if checks else knobs.strict(own),
-        candidate=config,
-        tolerance=tolerance,
-        left_s=left_s,
-        checks=checks,
-        **of,
+        fp32=fp32, candidate=config, tolerance=tolerance, left_s=left_s, checks=checks, **of
     )
 
 
@@ -372,9 +366,8 @@ def _check_shown(seen: ScriptFacts, name: str, value: Value, own_batch: int) -> 
         if abs(seen.shape[0] - value) >= abs(seen.shape[0] - own_batch):
             raise RunEnded("failed", f"a step has {seen.shape[0]} samples, not {value}")
     elif (has := seen.own.get(name, 0)) != value:
-        raise RunEnded(
-            "failed", f"the script has {knobs.described(Config({name: has}))}, not {value}"
-        )
+        shown = knobs.described(Config({name: has}))
+        raise RunEnded("failed", f"the script has {shown}, not {value}")
 
 
 class AttachedRun(Run):

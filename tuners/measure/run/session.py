@@ -316,9 +316,8 @@ class PilotSession:
                     reason = f"only {len(seen)} of its processes reached their first steps"
                     if not seen:
                         sooner = "give a larger --budget, or a command that trains sooner"
-                        reason = self._why_no_steps(
-                            f"the command has run for {start_s:.0f} s", sooner
-                        )
+                        so_far = f"the command has run for {start_s:.0f} s"
+                        reason = self._why_no_steps(so_far, sooner)
                     raise RunEnded("timed_out", reason)
             self._ready([pipe], until)
             seen.append(self._receive(pipe, "seen", ScriptFacts))
@@ -385,13 +384,14 @@ class PilotSession:
             return RunEnded("crashed", more if several else GONE)
         note = "" if self.command.note == UNSTEPPED else self.command.note
         for rank, status in self.command.first_failed:
-            code, last = int(status), f"rank {rank} ended with {exit_text(int(status))}"
+            code, words = int(status), f": {last}" * (bool(last) and int(status) > 0)
+            last = f"rank {rank} ended with {exit_text(code)}{words}"
             gone = "" if gone == f"rank {rank}" else gone
-        last = f"{gone} ended before the others" if gone else last
         printed = f": {last}" if last and code else ""  # the last words of a failure say why
         if self._pipes:
-            named = several and (gone or self.command.first_failed)
+            named = several and not gone and self.command.first_failed
             said = f"{last}; the command {ended}" if named else f"the command {ended}{printed}"
+            said = f"{gone} ended before the others; {said}" if gone else said
             # Not every signal: a config may cause a segmentation fault.
             return RunEnded("crashed", said, code, own=code > 0 or code == -signal.SIGKILL)
         mend = FIX_HINT if code else "give a command that trains for longer"
