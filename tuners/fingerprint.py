@@ -323,7 +323,8 @@ def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
 def wrapped(model: torch.nn.Module) -> torch.nn.Module | None:
     """The module that (Distributed)DataParallel or Lightning's Fabric wraps; None if none does."""
     parallel = (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)
-    return model._modules.get("module" if isinstance(model, parallel) else "_forward_module")
+    inner = getattr(model, "module" if isinstance(model, parallel) else "_forward_module", None)
+    return inner if isinstance(inner, torch.nn.Module) else None
 
 
 def size(model: torch.nn.Module) -> tuple[int, int]:

@@ -83,10 +83,8 @@ def test_other_commands_print_what_the_schema_says(here: Path, searched: list[ta
     """`advisor` of the tests checks each document."""
     id = json.loads(advisor(here, *TUNE, "--json").stdout)["record"]["id"]
     lookup = " ".join(("why", *TUNE[1:6]))
-    commands = (
-        "emit hf ID, report ID --html x, report ID --html -, gc, export a.pack, import a.pack"
-    )
-    commands += ", import a.pack --cache dir:new, env --device cpu, completion bash"
+    commands = "emit hf ID, report ID --html x, report ID --html -, gc, export a.pack"
+    commands += ", import a.pack, import a.pack --cache dir:new, env --device cpu, completion bash"
     commands += ", show --cache pack:a.pack, forget --all"
     for words in (lookup, *commands.replace("ID", id).split(", ")):
         done = advisor(here, *words.split(), "--json")

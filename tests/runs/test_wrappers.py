@@ -157,9 +157,8 @@ def run_rank(env: Mapping[str, str], folder: Path, job: Mapping[str, Any]) -> No
     pilot = Pilot(guide, RecordedSteps()) if "values" in job else None
     if loads := job.get("loads"):
         given = zip(("model_state_dict", "optim_state_dict"), torch.load(loads), strict=True)
-        set_state_dict(
-            net, optimizer, **dict(given), options=StateDictOptions(full_state_dict=True)
-        )
+        whole = StateDictOptions(full_state_dict=True)
+        set_state_dict(net, optimizer, **dict(given), options=whole)
     steps = []
     for step in range(job["steps"]):
         guide.step = step + 1

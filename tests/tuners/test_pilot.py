@@ -430,12 +430,14 @@ def space_of(script: ScriptFacts) -> Space:
     return space(batches=(4,), **facts)
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit")
 @pytest.mark.parametrize(
     ("make", "optimizer", "knob", "choices", "message"),
     [
         # No fp16 and no captured step: both need changes in the script.
         (CONVOLUTION, torch.optim.SGD, "precision", ("default", "tf32", "bf16"), ""),
         (CONVOLUTION, torch.optim.SGD, "step_graph", (False,), ""),
+        (lambda: torch.jit.script(CONVOLUTION()), torch.optim.SGD, "step_graph", (False,), ""),
         (channels_last_conv, torch.optim.SGD, "channels_last", (True,), "channels_last"),
         (CONVOLUTION, FUSED, "fused_optimizer", (True,), "fused"),
         (lambda: CONVOLUTION().bfloat16(), torch.optim.SGD, "precision", ("bf16",), "bf16"),

@@ -138,8 +138,7 @@ class CallHooks:
     """Calls `within` before each call of a module, and `called` after an outermost call, unless it
     raises; its last argument is the module that redirects to it, else the same. An outermost call
     runs in the context that `begins` returns. Not for recomputed calls, calls in a loader's worker,
-    and modules without weights, such as losses and torchvision's transforms. Every call becomes
-    slower."""
+    and modules without weights, such as losses and transforms. Every call becomes slower."""
 
     def __init__(
         self,

@@ -79,7 +79,7 @@ class ModelCall:
             self.put(self.regions)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if hooks.redirects(self.module):
+        if "forward" in vars(self.module) and hooks.redirects(self.module):
             return self.plain(*args, **kwargs)
         training = torch.is_grad_enabled() and self.one.model.training
         if not training or hooks.is_tracing():  # compiled code cannot be traced
