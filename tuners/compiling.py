@@ -44,11 +44,12 @@ def _compile(model: torch.nn.Module, **how: Any) -> None:
     # task overrides it, and torch 2.11 compiles no forward() of its own, such as nn.Sequential's.
     call: Callable[..., Any] = model._call_impl
     if hasattr(model, "set_modules_to_forward_prefetch"):  # FSDP2: its hooks are not compiled
-        model._compiled_call_impl = _around(model, torch.compile(model.forward, **how))
+        found = _around(model, torch.compile(model.forward, **how))
     elif str(getattr(type(model).forward, "__module__", "")).startswith("torch.nn."):
-        model._compiled_call_impl = torch.compile(lambda *args, **kw: call(*args, **kw), **how)
+        found = torch.compile(lambda *args, **kw: call(*args, **kw), **how)
     else:
-        model._compiled_call_impl = torch.compile(call, **how)
+        found = torch.compile(call, **how)
+    vars(model)["_compiled_call_impl"] = found  # a wrapper's own __setattr__ may set it elsewhere
 
 
 def _around(model: torch.nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:

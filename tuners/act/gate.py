@@ -166,4 +166,4 @@ def attach(model: nn.Module, **how: Any) -> None:
     """Put a gate before each compiled call within a model that was compiled in place."""
     for module in model.modules():
         if (compiled := module._compiled_call_impl) is not None:
-            module._compiled_call_impl = Gate(module, compiled, module._call_impl, **how)
+            vars(module)["_compiled_call_impl"] = Gate(module, compiled, module._call_impl, **how)

@@ -43,7 +43,7 @@ class Replays:
 
             weakref.finalize(self, STEP_HOOKS.register(close))
         self._models.add(model)
-        model._compiled_call_impl = self._around(inner, model)
+        vars(model)["_compiled_call_impl"] = self._around(inner, model)
 
     def begin(self) -> None:
         """Begin a step: from now on, a replay may overwrite earlier outputs."""

@@ -174,9 +174,8 @@ class Loaders:
             self._given = {**given, "num_workers": workers}
             if wanted := given.get("prefetch_factor"):
                 fits = worker_limits.batches_that_fit(self._batch_bytes * workers) - 1
-                self._given["prefetch_factor"] = int(
-                    max(worker_limits.PREFETCH_FACTOR, min(wanted, fits))
-                )
+                factor = max(worker_limits.PREFETCH_FACTOR, min(wanted, fits))
+                self._given["prefetch_factor"] = int(factor)
 
     def remove(self) -> None:
         """Restore the loaders. Workers that replace a loader's own ones stay until their epoch is
