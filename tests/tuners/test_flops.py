@@ -26,7 +26,7 @@ N = 2.0 * 32 * 64 * 64  # FLOPs of a product of 32x64 and 64x64
 
 
 def counted(model: nn.Module, *, real: bool = False, **more: bool) -> Config:
-    call = ModelCall(TrainedModel(model, model), model)
+    call = ModelCall(TrainedModel(model, model, model), model)
     hooks.replace_call(model, call)
     backward, act = torch.autograd.backward, call.act
     count = flops.StepFlops([call], real=real)
