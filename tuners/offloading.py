@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from advisor.tuners import environment, host
-from advisor.tuners.act.hooks import replace_call
+from advisor.tuners.act.hooks import ModuleCall, replace_call
 from advisor.tuners.faults import NotRecomputable
 
 LEAST_BYTES = 2**20
@@ -171,7 +171,7 @@ def stream_of(device: torch.device) -> int:
     return hash((device.index, found))  # a GPU's default stream is 0 on each
 
 
-class OffloadedCall:
+class OffloadedCall(ModuleCall):
     """Replaces the call of a model."""
 
     def __init__(self, module: nn.Module, plain: Callable[..., Any]) -> None:

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from advisor.tuners import environment
-from advisor.tuners.act.hooks import in_backward, replace_call
+from advisor.tuners.act.hooks import ModuleCall, in_backward, replace_call
 from advisor.tuners.act.trees import IMMUTABLE, is_cache
 from advisor.tuners.faults import NotRecomputable
 from advisor.tuners.offloading import EXTRA_TIME
@@ -104,7 +104,7 @@ def recomputed_calls(model: nn.Module) -> dict[nn.Module, Callable[..., Any]]:
     return {module: call for module, call in calls if isinstance(call, RecomputedCall)}
 
 
-class RecomputedCall:
+class RecomputedCall(ModuleCall):
     """Replaces the call of a block. Random numbers of PyTorch's default generators and autocast are
     the same in both calls, and running statistics are updated once. The first calls are checked.
 

@@ -110,7 +110,7 @@ def test_a_rank_that_fails_before_the_first_steps_is_named(folder: Path) -> None
 
 
 TABLE = """
-print('''python: no file
+print('''bad
 E1130 17:13:15.8 7 torch/distributed/elastic/multiprocessing/api.py:1] failed (exitcode: 2)
 Failures:
 [1]:
@@ -128,9 +128,7 @@ raise SystemExit(1)
 """
 
 
-@pytest.mark.parametrize(
-    ("code", "ended"), [("-9", "signal SIGKILL;"), ("2", "exit code 2: python: no file;")]
-)
+@pytest.mark.parametrize(("code", "ended"), [("-9", "signal SIGKILL;"), ("2", "exit code 2: bad;")])
 def test_the_table_of_torchrun_is_read(code: str, ended: str) -> None:
     said = f"the command ended with exit code 1: rank 1 ended with {ended}"
     command = script(TABLE.replace("-9 (", f"{code} ("))

@@ -81,9 +81,7 @@ def _entries() -> list[Any]:
     from torch._dynamo.convert_frame import input_codes
 
     codes = (one() for one in tuple(input_codes.seen))
-    return [
-        entry for code in codes if code is not None for entry in _debug_get_cache_entry_list(code)
-    ]
+    return [one for code in codes if code is not None for one in _debug_get_cache_entry_list(code)]
 
 
 def _free_code(ids: set[str | int]) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from advisor.tuners.act.hooks import in_backward, is_tracing
+from advisor.tuners.act.hooks import ModuleCall, in_backward, is_tracing
 from advisor.tuners.act.trees import held_tensors
 from advisor.tuners.decisions import FREQUENT, MIN_OBSERVED_STEPS
 
@@ -99,7 +99,7 @@ class Signatures:
         return Signatures(counts)
 
 
-class Gate:
+class Gate(ModuleCall):
     """Calls compiled code with frequent signatures, and the plain function with all others.
 
     Args:

@@ -161,7 +161,8 @@ class CallHooks:
         def enter(module: nn.Module, _args: Any) -> None:
             if not ignores():
                 within(module)
-                if not inside and any(True for _ in module.parameters()):
+                # A model may define another `parameters`.
+                if not inside and any(True for _ in nn.Module.parameters(module)):
                     (redirecting if redirects(module) else inside).append(module)
                     if inside and (context := begins(module)) is not None:
                         around.enter_context(context)
@@ -229,6 +230,13 @@ def replace_call(model: nn.Module, call: Callable[..., Any] | None) -> None:
         vars(model).pop("_compiled_call_impl", None)
     else:
         vars(model)["_compiled_call_impl"] = call  # Fabric's wrapper would set it in its model too
+
+
+class ModuleCall:
+    """What replaces a module's call. Copies of the module do not have it, however they are made."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
 
 
 def redirects(module: nn.Module) -> bool:

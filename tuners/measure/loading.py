@@ -314,9 +314,8 @@ def _spent(entries: Mapping[Any, Any], collate: CodeType) -> dict[_Part, float]:
     if collate not in entries:
         raise RuntimeError("its epoch is too short to tell what a sample costs")
     found: dict[_Part, float] = defaultdict(float, {(_COLLATE, ""): entries[collate].totaltime})
-    fetch = next(
-        code for code in entries if code.co_filename.endswith(_FETCH) and code.co_name == "fetch"
-    )
+    fetches = (code for code in entries if code.co_filename.endswith(_FETCH))
+    fetch = next(code for code in fetches if code.co_name == "fetch")
     for sample, _ in _calls(entries, fetch):
         if sample is not collate:
             name, file = _part(sample)

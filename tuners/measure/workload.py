@@ -185,8 +185,7 @@ def _plainly(model: nn.Module) -> Iterator[None]:
     """Context manager: calls of the model use no compiled code, whose Gate would count them, and no
     cuDNN search: cuDNN caches its result, and the first step's time must include the search."""
     compiled = {one: one._compiled_call_impl for one in model.modules()}
-    cudnn = torch.backends.cudnn
-    enabled = cudnn.enabled
+    cudnn, enabled = torch.backends.cudnn, torch.backends.cudnn.enabled
     try:
         for one in compiled:
             one._compiled_call_impl = None

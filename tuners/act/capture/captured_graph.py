@@ -328,6 +328,5 @@ def _noticing_waits() -> Iterator[list[str]]:
         if "synchronizing CUDA operation" in said:
             found.append(f"{Path(warning.filename).name}:{warning.lineno}")
         elif not said.startswith("Synchronization debug mode is a prototype"):
-            warnings.warn_explicit(
-                warning.message, warning.category, warning.filename, warning.lineno
-            )
+            at = warning.filename, warning.lineno
+            warnings.warn_explicit(warning.message, warning.category, *at)

@@ -151,9 +151,8 @@ class ObjectGraph:
         for name, module in whole.named_modules(prefix=label):
             self._met[id(module)] = module
             types = object if (kinds := _kinds(module)) else bool | float
-            names = {
-                n for n, v in vars(module).items() if n not in _MODULE and isinstance(v, types)
-            }
+            own = {n: one for n, one in vars(module).items() if n not in _MODULE}
+            names = {n for n, one in own.items() if isinstance(one, types)}
             names.update(*map(vars, kinds))  # a module may get its class's attributes later
             parts = (module._parameters, module._buffers, module._modules)
             self._holders += [ValueHolder(name, part) for part in parts if part]

@@ -135,7 +135,7 @@ class LoopObserver:
 
     def on_autocast(self, module: nn.Module) -> None:
         """Record the autocast in which a module is called."""
-        kind = next((p.device.type for p in module.parameters()), "")
+        kind = next((p.device.type for p in nn.Module.parameters(module)), "")
         # Not 'meta': the modules of the library `higher` keep their weights elsewhere.
         if kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind):
             self.autocast = torch.get_autocast_dtype(kind)

@@ -10,7 +10,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
 
@@ -118,7 +118,7 @@ class Pilot:
         self._counted = Config()  # once a step was counted
         self._limits: Any = None  # a LimitObserver, once asked for
         self._exchange: Any = None  # an ExchangeTimer, while a block is profiled
-        self._fresh = self._cut = self._flags_released = False
+        self._fresh = self._cut = self._flags_released = self._broken = False
         self._verdict: Verdict = OK
         self._losses = LossObserver()
         before: Loaders | None = vars(self).get("_loaders")
@@ -172,13 +172,17 @@ class Pilot:
         """Wrap a hook: an exception in it ends the pilot, and not the run."""
 
         def guarded(*args: P.args, **kwargs: P.kwargs) -> T | None:
+            if self._broken:
+                return None
             try:
                 return hook(*args, **kwargs)
             except AdvisorError:
                 raise  # strict=True
             except Exception as exc:
+                self._broken = True
                 _log.error("the pilot failed; please report this", exc_info=exc)
-                self._stop(Stopped("broken", f"the pilot failed: {failure(exc)[1]}"))
+                with suppress(Exception):  # what is broken may not be undone either
+                    self._stop(Stopped("broken", f"the pilot failed: {failure(exc)[1]}"))
                 return None
 
         return guarded
@@ -456,11 +460,9 @@ class Pilot:
         if request.config == switch.own:
             switch.set(request.config)
         elif not request.needs_room or self._has_room(HEADROOM):
-            call_failed, backward_failed = (
-                functools.partial(one, switch) for one in (self._call_failed, self._backward_failed)
-            )
-            disposable = self._is_disposable
-            switch.set(request.config, call_failed, backward_failed, disposable=disposable)
+            call_failed = functools.partial(self._call_failed, switch)
+            failed = call_failed, functools.partial(self._backward_failed, switch)
+            switch.set(request.config, *failed, disposable=self._is_disposable)
         else:
             switch.set(switch.own)
             self._verdict = ("out_of_memory", LITTLE, "")
@@ -481,9 +483,8 @@ class Pilot:
             self._verdict = ("out_of_memory", "little memory is free", "")
             return True
         assert self._comparer is not None, "a guide that compares comes with a comparer"
-        verdict = self._comparer.begin(switch, asked)
-        self._verdict = verdict or OK
-        return verdict is not None
+        self._verdict = self._comparer.begin(switch, asked) or OK
+        return self._verdict is not OK
 
     def _gave_up(self, exc: Exception) -> None:
         """Note an exception of a model's call or of loader workers, which the script survives."""

@@ -179,7 +179,7 @@ def breakdown(
     if device.type != "cuda":
         return Config()
     weights = [w for one in trained for w in (*one.model.parameters(), *one.model.buffers())]
-    states = [state for optimizer in optimizers for state in optimizer.state.values()]
+    states = [s for one in optimizers for s in one.state.values() if isinstance(s, dict)]
     state = [value for one in states for value in one.values() if isinstance(value, Tensor)]
     parts = weights, [one for one in weights if one.requires_grad], state
     found = {name: _bytes(map(local, one), device) for name, one in zip(FIXED, parts, strict=True)}

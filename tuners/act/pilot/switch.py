@@ -36,7 +36,7 @@ OnError = Callable[[Exception], object] | None
 CompiledRegions = dict[nn.Module, Callable[..., Any]]  # the compiled calls of a model's modules
 
 
-class ModelCall:
+class ModelCall(hooks.ModuleCall):
     """Replaces the call of a trained model: counts calls, and makes training calls through `act`.
     Evaluation stays the script's own. `on_error` gets exceptions that only `act` raises."""
 
@@ -335,7 +335,7 @@ class ConfigSwitch:
             layouts.rebuild(outer)
         for optimizer in self.optimizers:
             for parameter, state in optimizer.state.items():
-                for name, value in state.items():
+                for name, value in state.items() if isinstance(parameter, Tensor) else ():
                     if isinstance(value, Tensor) and value.shape == parameter.shape:
                         there = (id(parameter), name)
                         state[name] = self._storages.laid_out(there, value, parameter.stride())
@@ -354,7 +354,8 @@ class ConfigSwitch:
                 if changes and "fused" in own:
                     group |= given | {"foreach": False}
             for parameter, state in optimizer.state.items():
-                step = state.get("step")
+                # Some optimizers keep other things beside their weights' states.
+                step = state.get("step") if isinstance(parameter, Tensor) else None
                 if isinstance(step, Tensor) and self._steps_on_host:
                     state["step"] = step.to(parameter.device if changes else "cpu")
             if changes and on_error is not None:

@@ -24,9 +24,7 @@ from advisor.tuners.act import ranks
 from advisor.tuners.faults import Stopped
 
 _FORMAT = knobs.FORMATS[0]
-_JOINED = (
-    "ranks under torch's Join take different numbers of steps, and cannot change settings at one"
-)
+_JOINED = "ranks under torch's Join take different numbers of steps: none is the same for all"
 _SHARDED = "its weights are sharded: only flags and the loader are tuned"
 _GATHERED = ("all_gather_outputs", "_unsharded_param")
 

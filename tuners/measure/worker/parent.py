@@ -167,17 +167,15 @@ class Worker(contextlib.AbstractContextManager["Worker"]):
         if self._job.device.startswith("cpu") and self._job.task.max_memory:
             self._permitted = min(self._permitted, self._job.task.max_memory)
         self._killed = host.killed_for_memory()
-        environment = {"TORCHINDUCTOR_CACHE_DIR": inductor_folder(), **os.environ}
-        environment["TMPDIR"] = str(self._scratch.path)
+        given = {"TORCHINDUCTOR_CACHE_DIR": inductor_folder(), **os.environ}
+        given["TMPDIR"] = str(self._scratch.path)
         self._pipe, theirs = Pipe()
         pipe, memory = theirs.fileno(), self._permitted
         # -P: a user's own queue.py or types.py must not shadow a library's import.
         words = [sys.executable, "-P", "-m", "advisor.tuners.measure.worker", str(pipe)]
         try:
             with theirs:
-                self._process = GuardedProcess(
-                    words, environment=environment, pipe=pipe, memory=memory
-                )
+                self._process = GuardedProcess(words, environment=given, pipe=pipe, memory=memory)
             load = {"do": "load", "job": to_plain(self._job)}
             self._answered(load, max(LOAD_S, self.deadline_s))
         except (ConfigFailed, OSError) as exc:
