@@ -273,7 +273,8 @@ def _is_plain(value: object) -> bool:
 
 
 def _value(value: Any) -> str:
-    return _ADDRESS.sub("0x", repr(value))
+    fixed = sorted(map(repr, value)) if isinstance(value, frozenset) else value  # in any process
+    return _ADDRESS.sub("0x", repr(fixed))
 
 
 @functools.cache
@@ -315,16 +316,16 @@ def family(model: torch.nn.Module) -> str:
 
 def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
     """The user's own module inside torch.compile's wrapper and those of `wrapped`."""
-    inner = wrapped(model)
-    inner = getattr(model, "_orig_mod", None) if inner is None else inner
-    return unwrapped(inner) if isinstance(inner, torch.nn.Module) else model
+    inner = wrapped(model, "_orig_mod")
+    return model if inner is None else unwrapped(inner)
 
 
-def wrapped(model: torch.nn.Module) -> torch.nn.Module | None:
-    """The module that (Distributed)DataParallel or Lightning's Fabric wraps; None if none does."""
+def wrapped(model: torch.nn.Module, *others: str) -> torch.nn.Module | None:
+    """The module that (Distributed)DataParallel or Lightning's Fabric wraps, or that has one of the
+    `others` as its name; None if there is none. Calls no `__getattr__` of the model."""
     parallel = (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)
-    inner = getattr(model, "module" if isinstance(model, parallel) else "_forward_module", None)
-    return inner if isinstance(inner, torch.nn.Module) else None
+    names = ("module" if isinstance(model, parallel) else "_forward_module", *others)
+    return next((model._modules[name] for name in names if name in model._modules), None)
 
 
 def size(model: torch.nn.Module) -> tuple[int, int]:

@@ -67,8 +67,7 @@ def _walk(module: nn.Module, enters: Callable[[nn.Module], bool]) -> Iterator[nn
 
 def _is_compiled(module: nn.Module) -> bool:
     """Whether the script has compiled a module, so that its code decides what it keeps."""
-    called = vars(module).get("_compiled_call_impl")
-    return called is not None or hasattr(module, "_orig_mod")
+    return "_orig_mod" in module._modules or vars(module).get("_compiled_call_impl") is not None
 
 
 def _is_list(module: nn.Module) -> bool:

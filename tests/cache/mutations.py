@@ -56,9 +56,8 @@ def mutated(seeds: list[bytes], dice: random.Random) -> Iterator[bytes]:
         else:
             payload = _mutate(dice.choice(payloads), payloads, dice)
             if kind > 0.98:  # repetition: nested lists, long lists
-                payload = payload[: dice.randrange(40)] + dice.choice(HEADERS) * dice.randrange(
-                    2000
-                )
+                payload = payload[: dice.randrange(40)]
+                payload += dice.choice(HEADERS) * dice.randrange(2000)
             yield msgpack.packb(
                 {"format": FORMAT, "record": payload, "sha256": hashlib.sha256(payload).digest()}
             )

@@ -44,9 +44,8 @@ class Encoder(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         hidden = self.layers(self.embedding(tokens))
-        pooled = functional.scaled_dot_product_attention(
-            self.query(hidden), self.key(hidden), hidden
-        )
+        query, key = self.query(hidden), self.key(hidden)
+        pooled = functional.scaled_dot_product_attention(query, key, hidden)
         return self.last(pooled.mean(1))
 
 

@@ -420,6 +420,12 @@ FUSED = functools.partial(torch.optim.AdamW, fused=True)
 SPARSE = functools.partial(nn.Embedding, 4, 2, sparse=True)
 
 
+class Strict(nn.Conv2d):
+    def __getattr__(self, name: str) -> Any:
+        made = len(self._parameters) > 1  # then, other names are a KeyError
+        return self._parameters[name] if made else super().__getattr__(name)
+
+
 def channels_last_conv() -> nn.Module:
     return CONVOLUTION().to(memory_format=torch.channels_last)
 
@@ -439,7 +445,7 @@ def space_of(script: ScriptFacts) -> Space:
     [
         # No fp16 and no captured step: both need changes in the script.
         (CONVOLUTION, torch.optim.SGD, "precision", ("default", "tf32", "bf16"), ""),
-        (CONVOLUTION, torch.optim.SGD, "step_graph", (False,), ""),
+        (lambda: Strict(3, 4, 3), torch.optim.SGD, "step_graph", (False,), ""),
         (lambda: torch.jit.script(CONVOLUTION()), torch.optim.SGD, "step_graph", (False,), ""),
         (channels_last_conv, torch.optim.SGD, "channels_last", (True,), "channels_last"),
         (CONVOLUTION, FUSED, "fused_optimizer", (True,), "fused"),
@@ -536,8 +542,7 @@ def test_actions_of_an_rl_agent_do_not_count_as_its_batch(micro: int, actions: l
 def test_task_shape_comes_from_the_first_input_with_two_dimensions(inputs: dict[str, int]) -> None:
     net, observer = nn.Embedding(9, 4), LoopObserver()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    shapes = {name: (4, n) if n else (4,) for name, n in inputs.items()}
-    batch = {name: torch.zeros(shape, dtype=torch.int64) for name, shape in shapes.items()}
+    batch = {k: torch.zeros((4, n) if n else (4,), dtype=torch.int64) for k, n in inputs.items()}
     for _ in range(4):
         observer.on_call(net, (), batch, net)
         observer.on_step(optimizer)

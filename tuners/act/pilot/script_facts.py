@@ -251,4 +251,4 @@ def _is_compiled(module: nn.Module) -> bool:
     there = vars(module).get("_compiled_call_impl")
     if isinstance(there, OffloadedCall):
         there = there.plain if there.plain != module._call_impl else None
-    return hasattr(module, "_orig_mod") or not isinstance(there, RecomputedCall | None)
+    return "_orig_mod" in module._modules or not isinstance(there, RecomputedCall | None)
