@@ -97,9 +97,8 @@ def test_config_takes_effect_and_release_undoes_it(trained_net: TrainedNet) -> N
     momentum = optimizer.state[net.conv.weight]["momentum_buffer"]
     assert momentum.stride() == net.conv.weight.stride()
     assert "_compiled_call_impl" not in vars(copy.deepcopy(net))
-    assert (
-        copy.deepcopy(vars(net))["_compiled_call_impl"] is None
-    )  # as by a __getstate__ of its own
+    copied = copy.deepcopy(vars(net))  # as by a __getstate__ of its own
+    assert copied["_compiled_call_impl"] is None
     with torch.no_grad():  # evaluation runs unmodified
         net(IMAGES[0])
     net.eval()(IMAGES[0])

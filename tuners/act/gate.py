@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from advisor.tuners.act.hooks import ModuleCall, in_backward, is_tracing
+from advisor.tuners.act.hooks import ModuleCall, in_backward, is_tracing, replace_call
 from advisor.tuners.act.trees import held_tensors
 from advisor.tuners.decisions import FREQUENT, MIN_OBSERVED_STEPS
 
@@ -166,4 +166,4 @@ def attach(model: nn.Module, **how: Any) -> None:
     """Put a gate before each compiled call within a model that was compiled in place."""
     for module in model.modules():
         if (compiled := module._compiled_call_impl) is not None:
-            vars(module)["_compiled_call_impl"] = Gate(module, compiled, module._call_impl, **how)
+            replace_call(module, Gate(module, compiled, module._call_impl, **how))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from advisor.tuners.act.hooks import STEP_HOOKS
+from advisor.tuners.act.hooks import STEP_HOOKS, replace_call
 from advisor.tuners.decisions import LARGE_BYTES
 
 
@@ -43,7 +43,7 @@ class Replays:
 
             weakref.finalize(self, STEP_HOOKS.register(close))
         self._models.add(model)
-        vars(model)["_compiled_call_impl"] = self._around(inner, model)
+        replace_call(model, self._around(inner, model))
 
     def begin(self) -> None:
         """Begin a step: from now on, a replay may overwrite earlier outputs."""
